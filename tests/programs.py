@@ -12,15 +12,15 @@ import torch
 from torch.optim.sgd import sgd as functional_sgd
 
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
-from sparsecoll.torch.compressors import QSGD, EFSignSGD, OkTopk, RandomK, TopK
+from sparsecoll.torch.compressors import QSGD, RandomKCompressor, TopKCompressor, efsignsgd, oktopk
 
 LR = 0.01
 OVERLAP, AT_STEP, SPARSE, LOCAL = "overlap", "overlap=False", "SparseSGD", "LocalOptimizer"
 COMPRESSORS = (
-    lambda: TopK(0.1, algo="allgather"),
-    lambda: OkTopk(0.1),
-    lambda: EFSignSGD(),
-    lambda: RandomK(0.1),
+    lambda: TopKCompressor(0.1, algo="allgather"),
+    lambda: oktopk(0.1),
+    lambda: efsignsgd(),
+    lambda: RandomKCompressor(0.1),
     lambda: QSGD(4, feedback=True),
 )
 BUCKETS = {"bucket_bytes": 2000, "dense_below": 40}

@@ -24,7 +24,7 @@ import numpy as np
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector
-from sparsecoll.algorithms import OkTopk, resolve
+from sparsecoll.algorithms import OkTopk, as_algorithm
 from sparsecoll.bench.timing import about
 from sparsecoll.transport import as_transport, default_comm
 
@@ -104,7 +104,7 @@ def fail(comm: Any, case: Case, turn: int) -> None:
 def many(comm: Any, cases: list[Case], count: int, start: int) -> None:
     """Call all algorithms in turn; every third object keeps its state between calls."""
     names = list(ALGORITHMS)
-    kept = {name: resolve(name) for name in names}
+    kept = {name: as_algorithm(name) for name in names}
     for turn in range(start, start + count):
         name, case = names[turn % len(names)], cases[turn % len(cases)]
         one(comm, case, name, kept[name] if turn % 3 == 0 and name != "auto" else name)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, SparseVector, formats, simulate
-from sparsecoll.algorithms import Auto, Hierarchical, resolve
+from sparsecoll.algorithms import Auto, Hierarchical, as_algorithm
 from sparsecoll.transport.network import Network
 
 CASES = int(os.environ.get("SPARSECOLL_FUZZ", "200"))
@@ -84,7 +84,7 @@ def make(algo):
     """An object, so that state is kept between the calls of a case."""
     if algo == "auto":
         return Auto(network=Network())
-    return Hierarchical(inner="allgather") if algo == "hierarchical" else resolve(algo)
+    return Hierarchical(inner="allgather") if algo == "hierarchical" else as_algorithm(algo)
 
 
 def compact(vectors):
@@ -142,7 +142,7 @@ def check(algo, P, n, nnz, name, dtype, format, value_dtype, k, op, per_node, ca
     assert np.allclose(entered, value, rtol=tolerance, atol=tolerance if op == "mean" or value_dtype else 0)
     if value_dtype is not None:
         return
-    semantics = resolve(algo).semantics
+    semantics = as_algorithm(algo).semantics
     used = max(x.nnz for x in inputs) if k is None else k
     exactly = [row if k is None else top(row, k) for row in given_]
     if algo == "dense" and k is None:

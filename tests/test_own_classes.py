@@ -9,7 +9,7 @@ import pytest
 
 import sparsecoll
 from sparsecoll import CommunicationError, Reduction, RowGather, RowSparse, SparseVector, simulate, testing
-from sparsecoll.formats import FORMATS, Coo, Format
+from sparsecoll.formats import FORMATS, CooFormat, Format
 from sparsecoll.select import Selector, TopK
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -143,7 +143,7 @@ class Wire(Format):
     def decode(self, buffer, length):
         message = buffer.copy()
         if message.size and message[0] == self.id:
-            message[0] = Coo.id
+            message[0] = CooFormat.id
         return sparsecoll.formats.decode(message, length)
 
 

@@ -75,11 +75,11 @@ x = sparsecoll.SparseVector([1], [1.0], 4)
 main(["simulate", "--ranks", "2", "--n", "1000", "--algo", "allgather", "--repeat", "1"])
 main(["bench", "--n", "1000", "--algo", "MPI_Allreduce", "allgather", "--repeat", "1", "--density", "0.1"])
 print(text(sparsecoll.shrink, LocalTransport()))
-print([f.found for f in doctor._mpi()], doctor._sockets().state)
+print([f.found for f in doctor._mpi()], next(doctor._sockets()).state)
 os.environ["PMI_SIZE"] = "3"
 print(text(sparsecoll.allreduce, None, x))
 print(text(main, ["bench", "--n", "1000"]))
-print(doctor._ranks(LocalTransport()).advice)
+print(next(doctor._ranks(LocalTransport())).advice)
 """
 
 

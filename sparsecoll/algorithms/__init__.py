@@ -39,7 +39,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 ROW_ALGORITHMS: dict[str, type[Algorithm]] = {"auto": RowAuto, "allgather": Allgather, "owners": RowOwners}
 
 
-def resolve(algo: str | Algorithm, rows: bool = False) -> Algorithm:
+def as_algorithm(algo: str | Algorithm, rows: bool = False) -> Algorithm:
     """Return a new algorithm with default options for a name, and an object as it is, with its state.
 
     Args:

@@ -15,7 +15,7 @@ from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector
 
-BLOCKS = formats.DenseStream()
+BLOCKS = formats.DenseStreamFormat()
 
 
 @dataclass
@@ -27,7 +27,7 @@ class DenseStream(Algorithm):
        exchange in pairs if P is a power of two, as published, and by offsets for other P (see `halving`).
     3. Allgatherv of the summed regions by recursive doubling (Bruck's for any P).
 
-    Messages are DenseStream blocks unless the call asks for another format than "auto" (`formats.Auto()` for the
+    Messages are DenseStream blocks unless the call asks for another format than "auto" (`formats.AutoFormat()` for the
     smallest).
 
     Volume: between 2 * 2k(P-1)/P and 2k[(log2(P)/2 + 1)P - 1] words of COO (equation (6); k entries are 2k words), plus

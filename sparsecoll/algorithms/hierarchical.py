@@ -45,9 +45,9 @@ class Hierarchical(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from sparsecoll.algorithms import resolve
+        from sparsecoll.algorithms import as_algorithm
 
-        self._between = resolve(self.inner)
+        self._between = as_algorithm(self.inner)
 
     @property
     def semantics(self) -> str:  # type: ignore[override]

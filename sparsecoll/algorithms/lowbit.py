@@ -69,7 +69,7 @@ class LowBit(Algorithm):
         TypeError: On every rank, if x does not hold float16, bfloat16, float32 or float64.
 
     See Also:
-        `sparsecoll.torch.compressors.QSGD`, `sparsecoll.torch.compressors.EFSignSGD`.
+        `sparsecoll.torch.compressors.QSGD`, `sparsecoll.torch.compressors.efsignsgd`.
 
     >>> def program(comm):
     ...     x = np.array([0.5, -1.0, 0.25], np.float32)

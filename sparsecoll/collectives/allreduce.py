@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from sparsecoll import formats
-from sparsecoll.algorithms import Algorithm, LowBit, Reduction, SparCML, resolve
+from sparsecoll.algorithms import Algorithm, LowBit, Reduction, SparCML, as_algorithm
 from sparsecoll.algorithms.base import reduced
 from sparsecoll.collectives import convert, keyed
 from sparsecoll.collectives.convert.back import Back
@@ -169,7 +169,7 @@ def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, re
     else:
         vector, back = options.as_rows(x, algo, return_reduction) or convert.to_vector(x)
         shape, layout = tuple(getattr(x, "shape", ())), back.layout()
-    algorithm = resolve(algo, vector.width > 0)
+    algorithm = as_algorithm(algo, vector.width > 0)
     arguments = arguments_of(call, vector, algorithm, options, shape, layout)
     options = arguments.options
     if return_reduction and not options.operation.sums:

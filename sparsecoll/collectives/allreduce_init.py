@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from sparsecoll.algorithms import Algorithm, LowBit, resolve
+from sparsecoll.algorithms import Algorithm, LowBit, as_algorithm
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.allreduce import arguments_of, contribution, counts_entries, early_message, returned, run
 from sparsecoll.collectives.convert.back import Back
@@ -33,7 +33,7 @@ class _Allreduce:
         transport, self._options = call.transport, options
         vector, _ = _to_vector(x)
         self._kind = _kind_of(x, vector)
-        self._selecting = resolve(algo)
+        self._selecting = as_algorithm(algo)
         self._selecting.sync_epoch(transport.epoch)
         arguments = arguments_of(call, vector, self._selecting, options, tuple(getattr(x, "shape", ())))
         self._k = k = arguments.k

@@ -67,7 +67,7 @@ class CallOptions:
     @functools.cached_property
     def wire_format(self) -> Format:
         """`format` as an object."""
-        return formats.resolve(self.format)
+        return formats.as_format(self.format)
 
     @functools.cached_property
     def wire_dtype(self) -> str | None:

@@ -10,44 +10,44 @@ from collections.abc import Iterable
 import numpy as np
 
 from sparsecoll.errors import CommunicationError, check_choice
-from sparsecoll.formats.auto import Auto as Auto
+from sparsecoll.formats.auto import AutoFormat as AutoFormat
 from sparsecoll.formats.base import (
     HEADER as HEADER,
     WIRE_DTYPES as WIRE_DTYPES,
     Buffer as Buffer,
     Chooser,
+    Encoding as Encoding,
     Format as Format,
-    Plan as Plan,
     WireDtype as WireDtype,
     rounded as rounded,
     wire_dtype as wire_dtype,
 )
-from sparsecoll.formats.bitmap import Bitmap as Bitmap
+from sparsecoll.formats.bitmap import BitmapFormat as BitmapFormat
 from sparsecoll.formats.codes import Codes as Codes
-from sparsecoll.formats.coo import Coo as Coo
-from sparsecoll.formats.dense import Dense as Dense
-from sparsecoll.formats.densestream import DenseStream as DenseStream
-from sparsecoll.formats.packed import Packed as Packed, PackedCodes as PackedCodes
-from sparsecoll.formats.slots import Slots as Slots
+from sparsecoll.formats.coo import CooFormat as CooFormat
+from sparsecoll.formats.dense import DenseFormat as DenseFormat
+from sparsecoll.formats.densestream import DenseStreamFormat as DenseStreamFormat
+from sparsecoll.formats.packed import PackedCodesFormat as PackedCodesFormat, PackedFormat as PackedFormat
+from sparsecoll.formats.slots import SlotsFormat as SlotsFormat
 from sparsecoll.kernels.memory import data_ptr, to_host
 from sparsecoll.telemetry.trace import listening, span
 from sparsecoll.vector import DenseVector, SparseVector
 
 FORMATS: dict[str, Format] = {
-    "coo": Coo(),
-    "dense": Dense(),
-    "bitmap": Bitmap(),
-    "packed": Packed(),
-    "densestream": DenseStream(),
-    "slots": Slots(),
-    "packed_codes": PackedCodes(),
-    "auto": Auto(),
+    "coo": CooFormat(),
+    "dense": DenseFormat(),
+    "bitmap": BitmapFormat(),
+    "packed": PackedFormat(),
+    "densestream": DenseStreamFormat(),
+    "slots": SlotsFormat(),
+    "packed_codes": PackedCodesFormat(),
+    "auto": AutoFormat(),
 }
 
 _BY_ID = {form.id: form for form in FORMATS.values() if form.id}
 
 
-def resolve(format: str | Format) -> Format:
+def as_format(format: str | Format) -> Format:
     """Return the format of that name, or the object itself.
 
     Args:
@@ -85,8 +85,8 @@ def encode(x: SparseVector, format: str | Format = "auto", value_dtype: str | No
     Raises:
         ValueError: x is a RowSparse, and the format is not Packed.
     """
-    form = resolve(format)
-    if x.width and type(form) is not Packed:
+    form = as_format(format)
+    if x.width and type(form) is not PackedFormat:
         raise ValueError(f"format: expected 'packed' for rows, got {format!r}")
     return form.encode(x, value_dtype)
 
@@ -106,7 +106,7 @@ def decode(buffer: Buffer, length: int, width: int = 0) -> SparseVector:
     with span("decode", entries(buffer) if listening() else 0):
         if not width:
             return form.decode(_aligned(buffer), length)
-        if type(form) is not Packed:
+        if type(form) is not PackedFormat:
             raise CommunicationError(f"message: expected rows of {width} values, got a message in {form.name}")
         return form.decode(_aligned(buffer), length, width)
 

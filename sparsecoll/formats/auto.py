@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsecoll.formats.base import Chooser, Format, Plan, WireDtype
-from sparsecoll.formats.bitmap import Bitmap
-from sparsecoll.formats.coo import Coo
-from sparsecoll.formats.dense import Dense
-from sparsecoll.formats.densestream import DenseStream
-from sparsecoll.formats.packed import Packed
+from sparsecoll.formats.base import Chooser, Encoding, Format, WireDtype
+from sparsecoll.formats.bitmap import BitmapFormat
+from sparsecoll.formats.coo import CooFormat
+from sparsecoll.formats.dense import DenseFormat
+from sparsecoll.formats.densestream import DenseStreamFormat
+from sparsecoll.formats.packed import PackedFormat
 from sparsecoll.vector import SparseVector
 
-COO = Coo()
+COO = CooFormat()
 SPARSE = "coo", "bitmap", "packed"  # formats whose messages have the entries' values alone
 SMALL_NNZ = 32  # up to so many entries, formats other than coo and packed would save a few bytes at most
 SAMPLES = 512  # number of pairs of neighbouring entries by which DenseStream is judged
@@ -42,7 +42,7 @@ CODING = {  # on a core with AVX-512; magnitudes matter, digits do not
 
 
 @dataclass(frozen=True)
-class Auto(Chooser):
+class AutoFormat(Chooser):
     """Chooses a format for each message; the header of the message names the format chosen.
 
     Messages of up to 32 entries are coo or packed. DenseStream is considered for a long message only if a sample of
@@ -59,7 +59,13 @@ class Auto(Chooser):
     """
 
     name = "auto"
-    choices: ClassVar[tuple[Format, ...]] = (Coo(), Dense(), Bitmap(), Packed(), DenseStream())
+    choices: ClassVar[tuple[Format, ...]] = (
+        CooFormat(),
+        DenseFormat(),
+        BitmapFormat(),
+        PackedFormat(),
+        DenseStreamFormat(),
+    )
 
     beta: float | None = None
     choose: tuple[str, ...] = ("coo", "dense", "bitmap", "packed", "densestream")
@@ -69,7 +75,7 @@ class Auto(Chooser):
         if not self.choose or any(name not in names for name in self.choose):
             raise ValueError(f"choose: expected some of {', '.join(names)}, got {self.choose}")
 
-    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
+    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Encoding]:
         if self.beta is not None and _coo_is_fastest(self.beta, self.choose, x.indices.dtype.itemsize):
             return COO, COO.plan(x, wire)
         small = [name for name in ("coo", "packed") if name in self.choose] if x.nnz <= SMALL_NNZ else []
@@ -80,8 +86,8 @@ class Auto(Chooser):
         fitting = [other for other in choices if other.fitting(x, wire) is other]
         return self._best_of(fitting or [form.fitting(x, wire)], x, wire)
 
-    def _best_of(self, choices: Sequence[Format], x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
-        best: tuple[Format, Plan] | None = None
+    def _best_of(self, choices: Sequence[Format], x: SparseVector, wire: WireDtype) -> tuple[Format, Encoding]:
+        best: tuple[Format, Encoding] | None = None
         least = 0.0
         for form in choices:
             if best and (
@@ -105,7 +111,7 @@ class Auto(Chooser):
     @staticmethod
     def _hopeless(form: Format, x: SparseVector, wire: WireDtype, best: int) -> bool:
         """Return whether a sample predicts that DenseStream, the slowest to plan, is 10 % larger than the best."""
-        if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES:
+        if not isinstance(form, DenseStreamFormat) or x.nnz <= 2 * SAMPLES:
             return False
         return form.estimate(x, wire, SAMPLES) > 1.1 * best
 
@@ -117,9 +123,9 @@ class Auto(Chooser):
 
 
 @functools.lru_cache
-def choosing(beta: float | None, choose: tuple[str, ...] = Auto.choose) -> Auto:
+def choosing(beta: float | None, choose: tuple[str, ...] = AutoFormat.choose) -> AutoFormat:
     """Return `Auto(beta, choose)`, the same object each time."""
-    return Auto(beta, choose)
+    return AutoFormat(beta, choose)
 
 
 @functools.lru_cache

@@ -124,7 +124,7 @@ def rounded(x: V, value_dtype: str | None) -> V:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Encoding:
     """How to encode a message.
 
     Attributes:
@@ -152,7 +152,7 @@ class Format(ABC):
     lossy: ClassVar[bool] = False
 
     @abstractmethod
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:
         """Return the plan of a message: its exact size, and how to write it.
 
         Args:
@@ -207,7 +207,7 @@ class Format(ABC):
             form, plan = self.planned(x, wire)
             return form._written(plan, x, wire, room)
 
-    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
+    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Encoding]:
         """Return the format that encodes x, this one or another, and the plan of its message."""
         form = self.fitting(x, wire)
         return form, form.plan(x, wire)
@@ -216,7 +216,7 @@ class Format(ABC):
         """Return this format, or another one if x has explicit zeros and this format cannot represent them."""
         return self
 
-    def _written(self, plan: Plan, x: SparseVector, wire: WireDtype, room: int) -> Buffer:
+    def _written(self, plan: Encoding, x: SparseVector, wire: WireDtype, room: int) -> Buffer:
         buffer = empty(plan.size + room, np.uint8, x.values)
         header = (self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, x.width, x.nnz)
         if isinstance(buffer, np.ndarray):
@@ -306,9 +306,9 @@ class Chooser(Format):
     id = 0
 
     @abstractmethod
-    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]: ...
+    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Encoding]: ...
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:
         return self.planned(x, wire)[1]
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
@@ -324,7 +324,7 @@ class Smaller(Chooser):
     first: Format
     second: Format
 
-    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
+    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Encoding]:
         return min(self.first.planned(x, wire), self.second.planned(x, wire), key=lambda planned: planned[1].size)
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
+from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, first_index
 from sparsecoll.kernels import kernels_of
 from sparsecoll.vector import SparseVector
 
 
 @dataclass(frozen=True)
-class Bitmap(Format):
+class BitmapFormat(Format):
     """Header, first index (8 bytes), 64-bit words in which bit i stands for index first + i, then the values.
 
     Size in bytes: 24 + 8 * ceil((last - first + 1) / 64) + nnz * value bytes.
@@ -22,7 +22,7 @@ class Bitmap(Format):
     id = 3
     name = "bitmap"
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:
         start = HEADER.size + 8
         middle = start + 8 * -(-x.extent // 64)
 
@@ -32,7 +32,7 @@ class Bitmap(Format):
             kernels_of(x.values).bitmap_write(x.indices, first, buffer[start:middle].view(np.uint64))
             buffer[middle:].view(wire.stored)[:] = wire.pack(x.values)
 
-        return Plan(self.least_size(x, wire), write)
+        return Encoding(self.least_size(x, wire), write)
 
     def least_size(self, x: SparseVector, wire: WireDtype) -> int:
         return HEADER.size + 8 + 8 * -(-x.extent // 64) + x.nnz * wire.stored.itemsize

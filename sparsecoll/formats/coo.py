@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, index_and_value_bytes
+from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, index_and_value_bytes
 from sparsecoll.kernels import kernels_of
 from sparsecoll.vector import SparseVector
 
 
 @dataclass(frozen=True)
-class Coo(Format):
+class CooFormat(Format):
     """Indices and values. After the header comes the array with the wider items, so that both stay aligned.
 
     Size in bytes: 16 + nnz * (index bytes + value bytes).
@@ -20,7 +20,7 @@ class Coo(Format):
     id = 1
     name = "coo"
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:
         indices, values = x.indices, x.values
         where, what = index_and_value_bytes(HEADER.size, indices.size, indices.dtype, wire)
 
@@ -28,7 +28,7 @@ class Coo(Format):
             buffer[where].view(indices.dtype)[:] = indices
             buffer[what].view(wire.stored)[:] = wire.pack(values)
 
-        return Plan(max(where.stop, what.stop), write)
+        return Encoding(max(where.stop, what.stop), write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self.read_header(buffer, length)

@@ -7,13 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, holds_zeros, nonzero_entries
-from sparsecoll.formats.bitmap import Bitmap
+from sparsecoll.formats.base import (
+    HEADER,
+    Buffer,
+    Encoding,
+    Format,
+    WireDtype,
+    first_index,
+    holds_zeros,
+    nonzero_entries,
+)
+from sparsecoll.formats.bitmap import BitmapFormat
 from sparsecoll.vector import SparseVector
 
 
 @dataclass(frozen=True)
-class Dense(Format):
+class DenseFormat(Format):
     """Header, first index (8 bytes), then last - first + 1 values. A vector with explicit zeros is sent as a bitmap.
 
     Size in bytes: 24 + (last - first + 1) * value bytes; 24 without entries.
@@ -23,9 +32,9 @@ class Dense(Format):
     name = "dense"
 
     def fitting(self, x: SparseVector, wire: WireDtype) -> Format:
-        return Bitmap() if holds_zeros(x, wire) else self
+        return BitmapFormat() if holds_zeros(x, wire) else self
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:
         def write(buffer: Buffer) -> None:
             first = first_index(x)
             buffer[16:24].view(np.uint64)[0] = first
@@ -33,7 +42,7 @@ class Dense(Format):
             dense[:] = 0
             dense[x.indices - x.indices.dtype.type(first)] = wire.pack(x.values)
 
-        return Plan(self.least_size(x, wire), write)
+        return Encoding(self.least_size(x, wire), write)
 
     def least_size(self, x: SparseVector, wire: WireDtype) -> int:
         return HEADER.size + 8 + x.extent * wire.stored.itemsize

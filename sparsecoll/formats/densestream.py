@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, holds_zeros, wire_dtype
-from sparsecoll.formats.packed import Packed
+from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, holds_zeros, wire_dtype
+from sparsecoll.formats.packed import PackedFormat
 from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.memory import asarray_like, empty
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
@@ -23,7 +23,7 @@ def number_bytes(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class DenseStream(Format):
+class DenseStreamFormat(Format):
     """Dense blocks: the start and the length of each, and all its values (section III.A of the paper).
 
     A block begins and ends with an entry and has at most floor(2 * ceil(log2(N) / 8) / K) zeros in a row between, where
@@ -68,9 +68,9 @@ class DenseStream(Format):
         return starts, ends - starts + np.uint64(1)
 
     def fitting(self, x: SparseVector, wire: WireDtype) -> Format:
-        return Packed() if holds_zeros(x, wire) else self
+        return PackedFormat() if holds_zeros(x, wire) else self
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:
         gap, width = self.gap(x.length, wire), number_bytes(x.length)
         starts, lengths = self._blocks(x, gap)
         middle = START + int(lengths.sum()) * wire.stored.itemsize
@@ -84,7 +84,7 @@ class DenseStream(Format):
             for row, numbers in enumerate((starts, lengths)):
                 ends[row] = numbers.view(np.uint8).reshape(-1, 8)[:, :width]
 
-        return Plan(middle + 2 * width * starts.size, write)
+        return Encoding(middle + 2 * width * starts.size, write)
 
     def estimate(self, x: SparseVector, wire: WireDtype, samples: int) -> float:
         """Return the size in bytes that a sample of entries and their successors suggests, without a plan.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype
+from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype
 from sparsecoll.formats.codes import Codes, check_dtype, encode_finite
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
@@ -20,7 +20,7 @@ BUCKET = 512  # number of values that share a scale
 
 
 @dataclass(frozen=True)
-class Packed(Format):
+class PackedFormat(Format):
     """Header, first index (8 bytes), values, block size, table, coded gaps, 8 zero bytes. Indices are lossless.
 
     Every block of 1,024, 256 or 128 gaps (the size that codes a sample of the message shortest) has its own Rice
@@ -37,7 +37,7 @@ class Packed(Format):
     name = "packed"
     per_byte: ClassVar[int] = 1  # the most entries per byte of a message
 
-    def plan(self, x: SparseVector | RowSparse, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector | RowSparse, wire: WireDtype) -> Encoding:
         kernels = kernels_of(x.values)
         block = kernels.rice_block(x.indices)
         table = kernels.rice_table(x.indices, block)
@@ -55,7 +55,7 @@ class Packed(Format):
             buffer[middle + 2 : payload].view(np.uint16)[:] = table
             kernels.rice_encode(x.indices, table, block, buffer[payload:])
 
-        return Plan(payload + coded + RICE_PAD, write)
+        return Encoding(payload + coded + RICE_PAD, write)
 
     def decode(self, buffer: Buffer, length: int, width: int = 0) -> SparseVector:
         wire, index, nnz = self.read_header(buffer, length, self.per_byte, width)
@@ -94,7 +94,7 @@ class Packed(Format):
 
 
 @dataclass(frozen=True)
-class PackedIndices(Packed):
+class PackedIndices(PackedFormat):
     """As Packed, but without the values, in whose place the receiver gets True; for ranks that agree on indices first.
 
     Size in bytes: 34 + 2 * blocks + the coded gaps.
@@ -118,7 +118,7 @@ class PackedIndices(Packed):
 
 
 @dataclass(frozen=True)
-class PackedCodes(Packed):
+class PackedCodesFormat(PackedFormat):
     """As Packed, but with values of 8 or 4 bits: for error feedback, which makes up for the rounding.
 
     Values are rounded to the nearest float of 8 bits (E4M3) or 4 bits (E3M0: sign * scale / 2^i for i of 0 to 6, or 0),
@@ -159,7 +159,7 @@ class PackedCodes(Packed):
         encode_finite(self, self._codes, x.values, 0, None, stored)
         return x.with_values(self._codes.values(stored, 0, x.nnz).astype(x.dtype, copy=False))
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:  # type: ignore[override]
+    def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:  # type: ignore[override]
         check_dtype(self, x)
         plan = super().plan(x, wire)
 
@@ -167,13 +167,13 @@ class PackedCodes(Packed):
             buffer[1] = 2  # the values arrive as float32
             plan.write(buffer)
 
-        return Plan(plan.size, write)
+        return Encoding(plan.size, write)
 
     def decode(self, buffer: Buffer, length: int, width: int = 0) -> SparseVector:
         bits = int(buffer[START : START + 4].view(np.uint32)[0]) if buffer.size >= START + 4 else 0
         if bits not in (8, 4):
             raise CommunicationError(f"message: packed values of {bits} bits in {buffer.size} bytes")
-        return super(PackedCodes, PackedCodes(bits)).decode(buffer, length, width)
+        return super(PackedCodesFormat, PackedCodesFormat(bits)).decode(buffer, length, width)
 
     def _value_bytes(self, count: int, wire: WireDtype) -> int:
         return 4 + self._codes.size(0, count)

@@ -11,8 +11,8 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import (
     HEADER,
     Buffer,
+    Encoding,
     Format,
-    Plan,
     WireDtype,
     check_addition,
     index_and_value_bytes,
@@ -26,7 +26,7 @@ START = HEADER.size + 8
 
 
 @dataclass(frozen=True)
-class Slots(Format):
+class SlotsFormat(Format):
     """m slots, allocated in advance; each entry is written to the slot to which its index hashes (Algorithm 1).
 
     An entry that hashes to an occupied slot overwrites it, and the overwritten entry is not sent: it has to stay in the
@@ -85,7 +85,7 @@ class Slots(Format):
         slots = self._entries(x)
         return rounded(x.take(np.sort(slots[slots >= 0])), value_dtype)
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:
         slots = self._entries(x)
         index = self.index_dtype(x.length)
         where, what = index_and_value_bytes(START, slots.size, index, wire)
@@ -101,7 +101,7 @@ class Slots(Format):
             indices[used] = x.indices[slots[used]]
             stored[used] = wire.pack(x.values)[slots[used]]
 
-        return Plan(START + slots.size * (index.itemsize + wire.stored.itemsize), write)
+        return Encoding(START + slots.size * (index.itemsize + wire.stored.itemsize), write)
 
     def _read(self, buffer: Buffer, length: int) -> tuple[NDArray[np.generic], NDArray[np.generic], int]:
         """Return the index and the value of each slot, and the number of slots used, all validated."""

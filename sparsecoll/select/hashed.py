@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparsecoll.formats import Slots
+from sparsecoll.formats import SlotsFormat
 from sparsecoll.select.base import Selector, Vector
 from sparsecoll.select.dgc import SampledThreshold
 from sparsecoll.select.randomk import mix
@@ -35,6 +35,6 @@ class Hashed(Selector):
 
     def select(self, x: Vector, k: int) -> SparseVector:
         chosen = self.threshold.select(x, k)
-        form = Slots(self.m or max(k, 1), mix(self.seed, self._calls))
+        form = SlotsFormat(self.m or max(k, 1), mix(self.seed, self._calls))
         self._calls += 1
         return form.roundtrip(chosen)

@@ -15,7 +15,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.torch.compressors import Compressor, resolve
+from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import enabled
@@ -88,7 +88,7 @@ class HookState(Copied):
         verify: bool | int = 0,
     ) -> None:
         self.transport = communicator(comm, timeout)
-        own, options = resolve(compressor), Options(verify=verify, timeout=timeout)
+        own, options = as_compressor(compressor), Options(verify=verify, timeout=timeout)
         if own.needs_all_buckets:
             raise ValueError(
                 f"compressor: expected one that works bucket by bucket, as DDP does, got {own.name!r},"

@@ -89,7 +89,7 @@ def test_every_repetition_and_every_run_gives_the_same_bits(name, P, make):
 @pytest.mark.parametrize("limit", [False, True])
 def test_nothing_is_sent_beyond_the_sum_and_the_agreement(n, k, name, limit):
     """The first call counts what the algorithm by its name does, in the format that takes the least time."""
-    form = sparsecoll.formats.Auto(beta=BETWEEN_NODES.beta)
+    form = sparsecoll.formats.AutoFormat(beta=BETWEEN_NODES.beta)
 
     def program(comm, algo, **options):
         x = SparseVector(np.arange(k), np.full(k, 0.5, np.float32), n)

@@ -43,7 +43,12 @@ def test_blocks_travel_unless_another_format_is_asked_for():
 
     received = {
         name: max(simulate(4, lambda comm, f=form: program(comm, f)).results)
-        for name, form in (("own", "auto"), ("blocks", "densestream"), ("coo", "coo"), ("smallest", formats.Auto()))
+        for name, form in (
+            ("own", "auto"),
+            ("blocks", "densestream"),
+            ("coo", "coo"),
+            ("smallest", formats.AutoFormat()),
+        )
     }
     assert received["own"] == received["blocks"] < received["coo"]
     assert received["smallest"] < received["own"]

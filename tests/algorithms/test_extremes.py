@@ -6,7 +6,7 @@ from cases import same_bits
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, SparseVector, select, simulate
-from sparsecoll.algorithms import resolve
+from sparsecoll.algorithms import as_algorithm
 from sparsecoll.kernels import reference
 from sparsecoll.vector import VALUE_DTYPES
 
@@ -43,7 +43,7 @@ def test_every_algorithm_delivers_extreme_values_as_they_are(algo, values):
     for k in (None, 5, total.nnz):
 
         def program(comm, k=k):
-            kind = resolve(algo) if algo in ALGORITHMS else sparsecoll.Hierarchical(inner="oktopk")
+            kind = as_algorithm(algo) if algo in ALGORITHMS else sparsecoll.Hierarchical(inner="oktopk")
             return [sparsecoll.allreduce(comm, inputs[comm.rank], kind, k=k) for _ in range(2)], kind.semantics
 
         results = simulate(P, program, ranks_per_node=2).results

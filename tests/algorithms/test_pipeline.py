@@ -177,7 +177,7 @@ def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank
         assert len(texts) == 1 and text in texts.pop()
 
 
-@pytest.mark.parametrize("format", ["slots", formats.Slots(m=500), "packed_codes"])
+@pytest.mark.parametrize("format", ["slots", formats.SlotsFormat(m=500), "packed_codes"])
 def test_lossy_formats_give_the_same_bits_for_long_messages(format, monkeypatch):
     """They stay whole: a part of a rounded message would be rounded by other scales."""
     whole = outcome(Allgather, "random", 3, format=format)
@@ -192,7 +192,7 @@ def test_a_new_seed_of_a_lossy_format_costs_no_message():
     def program(comm):
         x, agreed = SparseVector([comm.rank, 9], np.ones(2, np.float32), 10), []
         for step in range(3):
-            form = formats.Slots(8, seed=step)
+            form = formats.SlotsFormat(8, seed=step)
             traffic = sparsecoll.allreduce(comm, x, "allgather", k=2, format=form, return_reduction=True).traffic
             agreed.append(traffic.phases["agree"].messages_sent if "agree" in traffic.phases else 0)
         return agreed

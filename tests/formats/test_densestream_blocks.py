@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from sparsecoll import DenseVector, SparseVector, formats
-from sparsecoll.formats import DenseStream, wire_dtype
+from sparsecoll.formats import DenseStreamFormat, wire_dtype
 from sparsecoll.formats.densestream import number_bytes
 
-FORM = DenseStream()
+FORM = DenseStreamFormat()
 LENGTH = 2**25  # 4 bytes a start, 4 a length, as in the figure
 
 

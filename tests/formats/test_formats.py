@@ -112,7 +112,7 @@ def test_auto_plans_two_formats_for_a_message_of_few_entries(monkeypatch):
         size = min(FORMATS[name].size(x) for name in ("coo", "packed"))
         planned.clear()
         assert formats.encode(x).size == size and set(planned) == {"coo", "packed"}
-        assert formats.Auto(choose=("bitmap",)).size(x) == FORMATS["bitmap"].size(x)
+        assert formats.AutoFormat(choose=("bitmap",)).size(x) == FORMATS["bitmap"].size(x)
     planned.clear()
     formats.encode(runs(33))
     assert set(planned) == {"coo", "dense", "packed", "densestream"}  # a bitmap would surely be larger
@@ -121,16 +121,16 @@ def test_auto_plans_two_formats_for_a_message_of_few_entries(monkeypatch):
 def test_auto_on_a_fast_link_does_not_pay_for_coding():
     x = SparseVector(np.arange(0, 10**6, 100), np.ones(10**4, np.float32), 10**6)
     for beta, best in ((8e-9, "packed"), (1e-11, "coo")):  # 1 Gb/s; 800 Gb/s
-        assert formats.encode(x, formats.Auto(beta=beta)).tobytes() == formats.encode(x, best).tobytes()
+        assert formats.encode(x, formats.AutoFormat(beta=beta)).tobytes() == formats.encode(x, best).tobytes()
 
 
 def test_formats_are_found_by_name_and_as_objects():
-    assert formats.resolve("coo") is FORMATS["coo"]
-    assert formats.resolve(formats.Slots(m=5)).m == 5
+    assert formats.as_format("coo") is FORMATS["coo"]
+    assert formats.as_format(formats.SlotsFormat(m=5)).m == 5
     with pytest.raises(ValueError, match=r"expected one of coo, .*, got 'zip'"):
-        formats.resolve("zip")
+        formats.as_format("zip")
     with pytest.raises(TypeError, match="expected a name or a Format, got int"):
-        formats.resolve(3)
+        formats.as_format(3)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def test_a_format_of_ones_own_in_formats(monkeypatch):
         assert y.values.tolist() == [3.0, 6.0]
     monkeypatch.setitem(FORMATS, "own", SameId())
     with pytest.raises(TypeError, match="an id that no other has"):
-        formats.resolve("own")
+        formats.as_format("own")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Half(Own):
             plan.write(buffer)
             buffer[8:16].view(np.uint64)[0] = (x.nnz + 1) // 2
 
-        return formats.Plan(plan.size, write)
+        return formats.Encoding(plan.size, write)
 
 
 @pytest.mark.parametrize("value_dtype", [None, "float16"])

@@ -7,7 +7,7 @@ import pytest
 
 import sparsecoll
 from sparsecoll import CommunicationError, SparseVector, formats
-from sparsecoll.formats import FORMATS, PackedCodes
+from sparsecoll.formats import FORMATS, PackedCodesFormat
 from sparsecoll.formats.packed import PackedIndices
 from sparsecoll.testing.formats import check_vector, damaged
 
@@ -86,7 +86,7 @@ def drawn(seed, nnz, dtype=np.float32, n=10**5):
 @pytest.mark.parametrize("nnz", [0, 1, 511, 1000, 1001])
 @pytest.mark.parametrize(("bits", "error"), [(4, 1 / 3), (8, 1 / 16)])
 def test_values_in_few_bits_are_within_a_level(bits, error, nnz, dtype):
-    form, x = PackedCodes(bits), drawn(0, nnz, dtype)
+    form, x = PackedCodesFormat(bits), drawn(0, nnz, dtype)
     message = form.encode(x)
     y = formats.decode(message, x.length)
     assert message.size == form.size(x) and y.dtype == np.float32 and np.array_equal(y.indices, x.indices)
@@ -99,8 +99,8 @@ def test_values_in_few_bits_are_within_a_level(bits, error, nnz, dtype):
 
 def test_values_of_4_bits_take_12_bits_with_their_indices_at_1_percent():
     x = drawn(0, 10**4, n=10**6)
-    assert PackedCodes().size(x) * 8 / x.nnz < 12.4 and PackedCodes(8).size(x) * 8 / x.nnz < 16.4
-    for bad in (lambda: PackedCodes(2), lambda: PackedCodes().encode(drawn(0, 9, np.float16))):
+    assert PackedCodesFormat().size(x) * 8 / x.nnz < 12.4 and PackedCodesFormat(8).size(x) * 8 / x.nnz < 16.4
+    for bad in (lambda: PackedCodesFormat(2), lambda: PackedCodesFormat().encode(drawn(0, 9, np.float16))):
         with pytest.raises(ValueError, match="expected"):
             bad()
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 import sparsecoll
 from sparsecoll import SparseVector, formats
-from sparsecoll.formats import PackedCodes
+from sparsecoll.formats import PackedCodesFormat
 
 
 def vector(seed=0, n=5000, nnz=3000, dtype=np.float32):
@@ -18,7 +18,7 @@ def vector(seed=0, n=5000, nnz=3000, dtype=np.float32):
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from([4, 8]), st.integers(0, 2**32), st.integers(0, 300))
 def test_coding_twice_is_coding_once(bits, seed, nnz):
-    form = PackedCodes(bits)
+    form = PackedCodesFormat(bits)
     x = vector(seed, 600, nnz)
     message = form.encode(x)
     assert message.size == form.size(x)
@@ -29,9 +29,9 @@ def test_coding_twice_is_coding_once(bits, seed, nnz):
 
 def test_wrong_options_and_dtypes_are_refused():
     with pytest.raises(ValueError, match="bits: expected 8 or 4, got 3"):
-        PackedCodes(3)
+        PackedCodesFormat(3)
     with pytest.raises(ValueError, match="expected float32 or float64"):
-        PackedCodes().encode(vector(dtype=np.float16))
+        PackedCodesFormat().encode(vector(dtype=np.float16))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -40,7 +40,9 @@ def test_only_finite_values(bits):
 
     def program(comm, value, nonfinite):
         x = SparseVector([1, 2, 5], np.array([value, 2.0, 3.0]), 10)
-        return sparsecoll.allreduce(comm, x, "allgather", format=PackedCodes(bits), nonfinite=nonfinite).to_dense()
+        return sparsecoll.allreduce(
+            comm, x, "allgather", format=PackedCodesFormat(bits), nonfinite=nonfinite
+        ).to_dense()
 
     for nonfinite in ("raise", "pass"):
         large = sparsecoll.simulate(2, lambda comm, how=nonfinite: program(comm, -1e300, how)).results[0]
@@ -53,7 +55,7 @@ def test_only_finite_values(bits):
 def test_allreduce_conserves_what_quantisation_takes():
     def program(comm):
         x = vector(comm.rank)
-        y = sparsecoll.allreduce(comm, x, "allgather", format=PackedCodes(4), return_reduction=True)
+        y = sparsecoll.allreduce(comm, x, "allgather", format=PackedCodesFormat(4), return_reduction=True)
         return y.value.to_dense(), y.contributed
 
     results = sparsecoll.simulate(3, program).results

@@ -5,7 +5,7 @@ import pytest
 
 import sparsecoll
 from sparsecoll import CommunicationError, DenseVector, Residual, SparseVector, formats, select
-from sparsecoll.formats import Slots
+from sparsecoll.formats import SlotsFormat
 
 
 def vector(nnz=1000, length=10**6, seed=0):
@@ -20,7 +20,7 @@ def test_collision_rate_of_lemma_a5():
     x = vector(n)
     survived = np.zeros(n)
     for seed in range(functions):
-        survived += np.isin(x.indices, Slots(m, seed).roundtrip(x).indices, assume_unique=True)
+        survived += np.isin(x.indices, SlotsFormat(m, seed).roundtrip(x).indices, assume_unique=True)
     expected = ((m - 1) / m) ** (n - np.arange(1, n + 1))
     deviation = np.sqrt(expected * (1 - expected) / functions)
     assert (np.abs(survived / functions - expected) < 4.5 * deviation + 1e-9).all()
@@ -29,7 +29,7 @@ def test_collision_rate_of_lemma_a5():
 
 def test_what_arrives_is_what_was_reported_and_the_later_entry_wins():
     for m in (1, 100, 1000, 5000):
-        form, x = Slots(m, seed=3), vector()
+        form, x = SlotsFormat(m, seed=3), vector()
         kept = form.roundtrip(x)
         assert 0 < kept.nnz <= min(m, x.nnz)
         for source in (x, kept):
@@ -38,14 +38,14 @@ def test_what_arrives_is_what_was_reported_and_the_later_entry_wins():
             arrived = formats.decode(message, x.length)
             assert arrived.indices.tolist() == kept.indices.tolist()
             assert arrived.values.tolist() == kept.values.tolist()
-    assert Slots(1).roundtrip(vector()).indices.tolist() == [vector().indices[-1]]
+    assert SlotsFormat(1).roundtrip(vector()).indices.tolist() == [vector().indices[-1]]
 
 
 def test_residual_keeps_what_was_overwritten():
     residual, gradient = Residual(10_000), np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
     for step in range(5):
         before = residual.array + gradient
-        sent = Slots(m=200, seed=step).roundtrip(select.topk(residual.compensate(gradient), 100))
+        sent = SlotsFormat(m=200, seed=step).roundtrip(select.topk(residual.compensate(gradient), 100))
         residual.update(sent)
         assert sent.nnz < 100
         np.testing.assert_array_equal(residual.array + sent.to_dense(), before)
@@ -53,7 +53,7 @@ def test_residual_keeps_what_was_overwritten():
 
 def test_other_seeds_let_other_entries_through():
     x = vector(100)
-    lost = [set(x.indices.tolist()) - set(Slots(100, seed).roundtrip(x).indices.tolist()) for seed in range(40)]
+    lost = [set(x.indices.tolist()) - set(SlotsFormat(100, seed).roundtrip(x).indices.tolist()) for seed in range(40)]
     assert not set.intersection(*lost[:20])
     assert x.indices[0] not in set.intersection(*lost)
 
@@ -61,24 +61,24 @@ def test_other_seeds_let_other_entries_through():
 def test_decoding_of_many_messages_in_one_pass_needs_no_order():
     parts = [vector(500, 10**4, seed) for seed in range(8)]
     dense = DenseVector(np.zeros(10**4, np.float32))
-    formats.add_into(dense, [Slots(1000, seed).encode(x) for seed, x in enumerate(parts)])
+    formats.add_into(dense, [SlotsFormat(1000, seed).encode(x) for seed, x in enumerate(parts)])
     expected = np.zeros(10**4, np.float32)
     for seed, x in enumerate(parts):
-        expected += Slots(1000, seed).roundtrip(x).to_dense()
+        expected += SlotsFormat(1000, seed).roundtrip(x).to_dense()
     np.testing.assert_array_equal(dense.values, expected)
 
 
 def test_lengths_around_2_to_the_32():
     for length in (2**32 - 1, 2**32, 2**32 + 1, 2**60):
         x = SparseVector([0, length - 1], np.array([1.0, 2.0]), length)
-        message = Slots(m=64, seed=1).encode(x)
+        message = SlotsFormat(m=64, seed=1).encode(x)
         assert message.size == 24 + 64 * ((4 if length < 2**32 else 8) + 8)
         assert formats.decode(message, length).indices.tolist() == [0, length - 1]
 
 
 def test_same_index_in_two_slots_is_refused():
     x = SparseVector([4], np.ones(1, np.float32), 10)
-    message = Slots(m=4).encode(x)
+    message = SlotsFormat(m=4).encode(x)
     message[8:16].view(np.uint64)[0] = 2
     message[24:40].view(np.uint32)[:2] = 4
     message[24:40].view(np.uint32)[2:] = 2**32 - 1
@@ -89,7 +89,7 @@ def test_same_index_in_two_slots_is_refused():
 def test_allreduce_with_slots_conserves_and_needs_an_algorithm_that_sends_no_sums():
     def program(comm):
         x = vector(300, 10**4, comm.rank)
-        y = sparsecoll.allreduce(comm, x, "allgather", format=Slots(m=400), return_reduction=True)
+        y = sparsecoll.allreduce(comm, x, "allgather", format=SlotsFormat(m=400), return_reduction=True)
         with pytest.raises(ValueError, match="expected one that loses nothing with algo='oktopk'"):
             sparsecoll.allreduce(comm, x, "oktopk", format="slots")
         return y.value.to_dense(), y.contributed.to_dense()
@@ -105,7 +105,7 @@ def test_allreduce_with_slots_conserves_and_needs_an_algorithm_that_sends_no_sum
 def test_without_a_number_of_slots_nothing_is_lost_however_often_it_is_sent_on():
     x = vector(1000, 10**6)
     for part in (x, *x.split([0, 3000, 10**5, 10**6])):
-        form = Slots(seed=5)
+        form = SlotsFormat(seed=5)
         message = form.encode(part)
         assert message.size == form.size(part) == 24 + 2 * part.nnz * 8
         assert formats.decode(message, x.length) == form.roundtrip(part) == part
@@ -129,7 +129,7 @@ class Ring(sparsecoll.Algorithm):
 TAKES_LOSSY = [Ring, *(algo for algo in sparsecoll.ALGORITHMS.values() if not algo.sends_sums)]
 
 
-@pytest.mark.parametrize("format", ["slots", Slots(seed=7), Slots(m=900)])
+@pytest.mark.parametrize("format", ["slots", SlotsFormat(seed=7), SlotsFormat(m=900)])
 @pytest.mark.parametrize("algo", TAKES_LOSSY, ids=lambda algo: algo.name)
 @pytest.mark.parametrize("P", [1, 2, 3])
 def test_every_algorithm_reports_what_arrives_on_all_ranks(P, algo, format):
@@ -158,4 +158,4 @@ def test_gathered_vectors_lose_nothing_without_a_number_of_slots(P):
 def test_bad_number_of_slots():
     for m in (0, -1, 2**32):
         with pytest.raises(ValueError, match=r"m: expected in \(0, 2\^32\)"):
-            Slots(m)
+            SlotsFormat(m)

@@ -45,7 +45,7 @@ def test_what_users_do(cp):
 def test_collectives(cp, P, value_dtype):
     host = [rows_of(rank) for rank in range(P)]
     device = [lifted(cp, x) for x in host]
-    algorithms = ["auto", "allgather", *(RowOwners(owner, False) for owner in ("hash", "quantile", "range"))]
+    algorithms = ["auto", "allgather", *map(RowOwners, ("hash", "quantile", "range"))]
 
     def program(comm, given):
         x = given[comm.rank]

@@ -8,7 +8,7 @@ import torch
 
 from sparsecoll import simulate
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD
-from sparsecoll.torch.compressors import OkTopk, TopK
+from sparsecoll.torch.compressors import TopKCompressor, oktopk
 from sparsecoll.torch.tensors import device as devices
 
 OPTIONS = {"covap": {"interval": 2}, "dragonn": {"selective": False, "density": 0.1}}
@@ -112,7 +112,7 @@ def test_options_of_top_k_and_its_state(place):
 
     def make(comm, model):
         inner = torch.optim.SGD(model.parameters(), 0.1)
-        compressor = TopK({"0.*": 0.1, "*": 0.5}, "allgather", momentum=0.9, clip=1.0)
+        compressor = TopKCompressor({"0.*": 0.1, "*": 0.5}, "allgather", momentum=0.9, clip=1.0)
         return DistributedOptimizer(inner, model.named_parameters(), comm, compressor, dense_below=0)
 
     def program(comm):
@@ -150,7 +150,7 @@ def test_overlap_over_mpi(place):
     def make(comm, model):
         inner = torch.optim.SGD(model.parameters(), 0.1)
         return DistributedOptimizer(
-            inner, model.named_parameters(), comm, OkTopk(0.1), bucket_bytes=2000, dense_below=0, verify=1
+            inner, model.named_parameters(), comm, oktopk(0.1), bucket_bytes=2000, dense_below=0, verify=1
         )
 
     parameters, _ = train(MPI.COMM_WORLD, place, make, steps=6)

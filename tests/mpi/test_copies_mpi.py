@@ -7,10 +7,10 @@ import torch
 from runs import HOOK, Run, alike, net, plain_sgd, train
 
 from sparsecoll.torch import HookState, comm_hook
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
-TOPK = TopK(0.1, algo="allgather")
+TOPK = TopKCompressor(0.1, algo="allgather")
 
 
 def saved(model, path):

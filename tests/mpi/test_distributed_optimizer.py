@@ -6,13 +6,13 @@ from simulated import simulated
 
 import sparsecoll
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_hook
-from sparsecoll.torch.compressors import COVAP, DRAGONN, TopK
+from sparsecoll.torch.compressors import COVAP, DRAGONN, TopKCompressor
 
 pytestmark = pytest.mark.mpi
 AUTO = sparsecoll.Auto(network=sparsecoll.Network())  # else each transport has its own
 MADE = {
     "covap": COVAP(3),
-    "topk": TopK(algo=AUTO),
+    "topk": TopKCompressor(algo=AUTO),
     "dragonn": DRAGONN(selective=False),
 }
 
@@ -62,10 +62,10 @@ def test_a_measured_interval_is_the_same_everywhere(comm):
 
 def test_two_models_on_sub_communicators(comm):
     own = comm.Split(comm.rank % 2, comm.rank)
-    mine = trained(own, comm.rank, TopK(0.05, algo="allgather"))
+    mine = trained(own, comm.rank, TopKCompressor(0.05, algo="allgather"))
     assert set(own.allgather(mine)) == {mine}
     ranks = range(comm.rank % 2, comm.size, 2)
-    assert simulated(own, lambda sim: trained(sim, ranks[sim.rank], TopK(0.05, algo="allgather"))) == mine
+    assert simulated(own, lambda sim: trained(sim, ranks[sim.rank], TopKCompressor(0.05, algo="allgather"))) == mine
 
 
 def test_training_moves_to_another_communicator(comm):
@@ -126,7 +126,9 @@ def test_the_ddp_hooks_residuals_are_saved_by_name(process_group):
     comm = process_group
     model = torch.nn.parallel.DistributedDataParallel(net(0))
     names = [name for name, _ in model.module.named_parameters()]
-    states = [HookState(comm, TopK(0.01, algo="allgather"), model.module.named_parameters()) for _ in range(2)]
+    states = [
+        HookState(comm, TopKCompressor(0.01, algo="allgather"), model.module.named_parameters()) for _ in range(2)
+    ]
     model.register_comm_hook(states[0], comm_hook)
     model(torch.ones(3, 20)).sum().backward()
     assert not states[0].state_dict()["tensors"]["residual"][names[0]].any()  # the step is not taken yet

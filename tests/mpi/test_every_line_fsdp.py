@@ -23,7 +23,7 @@ from sharded_models import (  # noqa: E402
 )
 
 import sparsecoll.torch  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
 HOME = Path(sparsecoll.torch.__file__).parent
@@ -43,7 +43,7 @@ def wanted(code):
 
 def training(comm, nodes, target, work):
     """Train; return (lines seen on the last rank, what was raised in which step, the parameters at the end)."""
-    model, reductions = attached(nodes, TopK(0.1), Model())
+    model, reductions = attached(nodes, TopKCompressor(0.1), Model())
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     lines, raised, step = Lines(wanted, target), None, 0
     while step < STEP + 2:

@@ -11,7 +11,7 @@ from lines import Lines, spread, traced_in_background  # noqa: E402
 from runs import HOOK, Run, alike, net, plain_sgd, train  # noqa: E402
 
 from sparsecoll.torch import ddp  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 from sparsecoll.transport import as_transport  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
@@ -28,7 +28,7 @@ def wanted(code):
 
 def training(comm, target):
     """Return (lines seen on the last rank, what was raised in which step, the parameters at the end, or None)."""
-    run, transport = Run(HOOK, comm, net, plain_sgd, TopK(0.1, algo="allgather")), as_transport(comm)
+    run, transport = Run(HOOK, comm, net, plain_sgd, TopKCompressor(0.1, algo="allgather")), as_transport(comm)
     lines, raised, step = Lines(wanted, target), None, 0
     while step < STEP + 2:
         tracing = step == STEP and comm.rank == run.last and not raised

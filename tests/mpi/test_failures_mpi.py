@@ -8,7 +8,7 @@ from oracles import oracle
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector
-from sparsecoll.algorithms import resolve
+from sparsecoll.algorithms import as_algorithm
 from sparsecoll.transport import as_transport
 
 pytestmark = pytest.mark.mpi
@@ -24,7 +24,7 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(comm, name, chunk):
     x = case("random", comm.rank, P)
     try:
         for turn, (method, number) in enumerate((m, n) for m in ("isend", "irecv") for n in (1, 2, 3)):
-            algo, culprit, text = resolve(algorithm(name)), turn % P, None
+            algo, culprit, text = as_algorithm(algorithm(name)), turn % P, None
             if comm.rank == culprit:
                 fail_at(transport, method, number)
             try:
@@ -53,7 +53,7 @@ def test_objects_whose_state_differs_are_refused_on_all_ranks(comm, name, known)
         pytest.skip("one rank has one state")
     last = comm.size - 1
     comm, part = comm.Dup(), comm.Split(comm.rank == last, comm.rank)
-    x, algo = case("random", comm.rank, comm.size), resolve(name)
+    x, algo = case("random", comm.rank, comm.size), as_algorithm(name)
     if known:
         sparsecoll.allreduce(comm, x, name, k=K)
     for _ in range(1 + (comm.rank == last)):
@@ -73,7 +73,7 @@ def test_states_that_calls_have_left_are_told_apart(comm, name):
     if comm.size == 1:
         pytest.skip("one rank has one state")
     comm = comm.Dup()
-    x, algo = case("random", comm.rank, comm.size), resolve(name)
+    x, algo = case("random", comm.rank, comm.size), as_algorithm(name)
     for turn, (one, others) in enumerate([(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)]):
         states = [(sparsecoll.allreduce(comm, x, algo, k=K, timeout=60), algo.state_dict())[1] for _ in range(3)]
         algo.load_state_dict(states[one if comm.rank == turn % comm.size else others])

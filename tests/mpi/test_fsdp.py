@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group"
 @pytest.mark.parametrize("dense", [True, False])
 def test_without_compression_it_is_one_process(comm, nodes, dense):
     """Also if the norm of the mean is clipped, and with AdamW."""
-    method = "none" if dense else sparsecoll.torch.compressors.TopK(1.0)
+    method = "none" if dense else sparsecoll.torch.compressors.TopKCompressor(1.0)
     clip = torch.nn.utils.clip_grad_norm_
     model, _ = attached(nodes, method, options={"reshard_after_forward": dense})
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -75,7 +75,7 @@ def test_mixed_precision(comm, nodes, reduce_dtype):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.5), options={"mp_policy": policy})
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.5), options={"mp_policy": policy})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train(model, optimizer, comm.rank, range(8))
     assert {t.dtype for t in reductions.state_dict()["tensors"]["residual"].values()} == {torch.float32}
@@ -127,7 +127,7 @@ def test_replicas_start_as_the_first_one(comm):
 def test_few_bytes_between_nodes(comm):
     """1 % of the entries of a shard, against all of them."""
     nodes, received = W, {}
-    for compressor in ("none", sparsecoll.torch.compressors.TopK(0.01, algo="allgather")):
+    for compressor in ("none", sparsecoll.torch.compressors.TopKCompressor(0.01, algo="allgather")):
         mesh = mesh_of(nodes)
         model, _ = attached(nodes, compressor, torch.nn.Linear(100, 40), mesh)
         traffic = sparsecoll.traffic(mesh["replicate"])

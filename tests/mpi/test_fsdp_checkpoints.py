@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
 from torch.distributed.tensor import Shard  # noqa: E402
 
 import sparsecoll.torch.fsdp  # noqa: E402
-from sparsecoll.torch.compressors import QSGD, EFSignSGD  # noqa: E402
+from sparsecoll.torch.compressors import QSGD, efsignsgd  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_continues_with_any_layout(comm, path, old, new):
         return Shard(p.ndim - 1 if p.shape[-1] % W == 0 else 0)
 
     options = {"shard_placement_fn": place} if old == new else {}
-    compressor = sparsecoll.torch.compressors.TopK(0.1, momentum=0.5)
+    compressor = sparsecoll.torch.compressors.TopKCompressor(0.1, momentum=0.5)
     model, reductions = attached(old, compressor, options=options)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     train(model, optimizer, comm.rank, range(2))
@@ -86,7 +86,7 @@ def test_a_checkpoint_continues_with_any_layout(comm, path, old, new):
         assert all(map(torch.equal, whole(model.parameters()), expected))
 
 
-@pytest.mark.parametrize("compressor", [EFSignSGD(), QSGD(2, feedback=True)], ids=lambda c: c.name)
+@pytest.mark.parametrize("compressor", [efsignsgd(), QSGD(2, feedback=True)], ids=lambda c: c.name)
 def test_what_pads_parameters_has_no_residual(comm, path, compressor):
     """Codes without a zero left one there, which no checkpoint has."""
 

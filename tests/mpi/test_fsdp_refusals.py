@@ -35,7 +35,7 @@ def test_what_cannot_be_served_is_refused(comm):
     refused(ValueError, "compressor: expected one that works bucket by bucket", model, None, "covap")
     refused(ValueError, "compressor: expected 'topk', 'fp16' or 'none' without replicas, got", model, None, "qsgd")
     refused(ValueError, "algo: expected 'auto' without replicas", model, None, "oktopk")
-    refused(ValueError, "clip: expected None", model, None, sparsecoll.torch.compressors.DGC(clip=1.0))
+    refused(ValueError, "clip: expected None", model, None, sparsecoll.torch.compressors.dgc(clip=1.0))
     refused(ValueError, "verify: expected 0 without replicas", model, verify=True)
     refused(ValueError, "replicas: expected this rank", sharded(Net(), mesh_of(1)), mesh["replicate"])
     outside = torch.distributed.new_group([0])

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group"
 @LAYOUTS
 def test_nothing_is_lost(comm, nodes):
     """Also if gradients are accumulated with and without reductions, and steps are skipped."""
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.1), Linear())
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.1), Linear())
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     before, taken = whole(model.parameters()), []
 
@@ -67,7 +67,7 @@ def test_nothing_is_lost(comm, nodes):
 @LAYOUTS
 def test_the_step_that_torchs_checkpoints_take_is_no_step(comm, nodes):
     """After a step that is skipped, and after one by hand."""
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.1), Linear())
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.1), Linear())
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     before = whole(model.parameters())
     for step in range(6):
@@ -91,7 +91,7 @@ def test_gradients_are_accumulated_also_where_a_part_of_the_mean_is_zero(comm, n
         def forward(self, x):
             return super().forward(x) * 1e-3 + self.a(x)[:, 0].sum()
 
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.02), Uneven())
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.02), Uneven())
     optimizer = torch.optim.SGD(model.parameters(), 1.0, foreach=True)
     before = whole(model.parameters())
     for step in range(4):
@@ -109,7 +109,7 @@ def test_gradients_are_accumulated_also_where_a_part_of_the_mean_is_zero(comm, n
 @LAYOUTS
 def test_layers_that_are_frozen_or_unused(comm, nodes):
     """Also right after a step that was skipped. A layer whose gradient is zero is sent what waits in its residual."""
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.1), Linear())
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.1), Linear())
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     before = whole(model.parameters())
     model(batch(comm.rank, 0)[0]).backward()
@@ -134,7 +134,7 @@ def test_layers_that_are_frozen_or_unused(comm, nodes):
 @LAYOUTS
 def test_an_exception_within_back_propagation(comm, nodes):
     """If it is caught on all ranks, training continues after two calls, and residuals are as they were."""
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.1), Chain())
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.1), Chain())
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     before = reductions.state_dict()
 
@@ -206,7 +206,7 @@ def test_residuals_do_not_have_the_factors_of_torch(comm, nodes, dtype, factor):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=dtype)}
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.1), Linear(), options=options)
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.1), Linear(), options=options)
     net, shards = Linear(), W // (nodes or 1)
     if factor is not None and shards > 1:  # torch divides twice if there is nothing to sum
         model.set_gradient_divide_factor(factor)
@@ -229,7 +229,9 @@ def test_a_grad_scaler_keeps_small_gradients_in_float16(comm, nodes):
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
-    model, _ = attached(nodes, sparsecoll.torch.compressors.TopK(1.0), Linear(), options=options, grad_scaler=scaler)
+    model, _ = attached(
+        nodes, sparsecoll.torch.compressors.TopKCompressor(1.0), Linear(), options=options, grad_scaler=scaler
+    )
     scaler.scale(model(batch(comm.rank, 0)[0]) * 1e-7).backward()
     for own, expected in zip(whole(p.grad for p in model.parameters()), mean_gradients([0], Linear()), strict=True):
         torch.testing.assert_close(own / scaler.get_scale() * 1e7, expected, rtol=1e-2, atol=1e-2)
@@ -284,7 +286,7 @@ def only_the_last(params):
 def test_a_loop_that_updates_parameters_by_itself_loses_nothing(comm, nodes, update, caplog):
     """Nor does it if it skips steps, or reduces twice before one."""
     for how in ("model", "none", "in place"):
-        model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.02), Wide())
+        model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.02), Wide())
         before = whole(model.parameters())
         for step in range(9):
             model(batch(comm.rank, step)[0]).backward()
@@ -303,7 +305,7 @@ def test_a_loop_that_updates_parameters_by_itself_loses_nothing(comm, nodes, upd
 
 @LAYOUTS
 def test_a_change_that_one_rank_alone_sees_is_a_step_on_all(comm, nodes):
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(1.0), Wide())
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(1.0), Wide())
     for step in range(3):
         model(batch(comm.rank, step)[0]).backward()
         only_the_last(list(model.parameters()))
@@ -314,7 +316,7 @@ def test_a_change_that_one_rank_alone_sees_is_a_step_on_all(comm, nodes):
 @LAYOUTS
 def test_optimizers_of_some_parameters_in_turn_lose_nothing(comm, nodes):
     """The gradients of the other's parameters are thrown away."""
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.02), Wide())
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.02), Wide())
     both = [torch.optim.SGD(layer.parameters(), 1.0) for layer in (model.a, model.b)]
     before = whole(model.parameters())
     for step in range(6):
@@ -332,7 +334,7 @@ def test_optimizers_of_some_parameters_in_turn_lose_nothing(comm, nodes):
 @pytest.mark.parametrize("discards", [True, False])
 def test_a_change_that_is_no_step_is_told_unless_it_is_discarded(comm, nodes, discards):
     """SAM: a step up, a second back-propagation, a step down."""
-    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.02), Wide())
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.02), Wide())
     optimizer, before = torch.optim.SGD(model.parameters(), 1.0), whole(model.parameters())
 
     def step(i):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from runs import HOOK, LOCAL, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, net
 
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
-TOPK = TopK(0.1, algo="allgather")
+TOPK = TopKCompressor(0.1, algo="allgather")
 
 
 def single():

@@ -10,16 +10,26 @@ from runs import HOOK, LOCAL, OVERLAP, TIMEOUT, Ledger, Run, alike, bits, in_tur
 
 import sparsecoll  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import COVAP, DGC, DRAGONN, QSGD, NesterovTopK, OkTopk, PowerSGD, TopK, resolve  # noqa: E402
+from sparsecoll.torch.compressors import (  # noqa: E402
+    COVAP,
+    DRAGONN,
+    QSGD,
+    PowerSGD,
+    TopKCompressor,
+    as_compressor,
+    dgc,
+    nesterovtopk,
+    oktopk,
+)
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
-MADE = {"covap": COVAP(2, start=1.0), "dgc": DGC(momentum=0.0), "qsgd": QSGD(4, feedback=True)} | {
-    "topk": TopK(0.1, algo="allgather"),
-    "nesterovtopk": NesterovTopK(0.1, momentum=0.0, nesterov=False),
+MADE = {"covap": COVAP(2, start=1.0), "dgc": dgc(momentum=0.0), "qsgd": QSGD(4, feedback=True)} | {
+    "topk": TopKCompressor(0.1, algo="allgather"),
+    "nesterovtopk": nesterovtopk(0.1, momentum=0.0, nesterov=False),
     "dragonn": DRAGONN(0.1, selective=False),
-    "oktopk": OkTopk(0.1),
+    "oktopk": oktopk(0.1),
 }
-COMPRESSED = {name: MADE.get(name) or resolve(name) for name in COMPRESSORS if name != "free"}
+COMPRESSED = {name: MADE.get(name) or as_compressor(name) for name in COMPRESSORS if name != "free"}
 CONSERVING = {name: compressor for name, compressor in COMPRESSED.items() if name != "fp16"}
 
 
@@ -191,7 +201,9 @@ def test_nan_on_one_rank(comm, name):
 
 @pytest.mark.parametrize("row_density", [None, 0.1])
 def test_sparse_gradients_under_topk(comm, row_density):
-    run = Run(OVERLAP, comm, Words, plain_sgd, TopK(0.2, algo="allgather", row_density=row_density), dense_below=10)
+    run = Run(
+        OVERLAP, comm, Words, plain_sgd, TopKCompressor(0.2, algo="allgather", row_density=row_density), dense_below=10
+    )
     ledger = Ledger(run)
     for step in range(5):
         run.optimizer.zero_grad()

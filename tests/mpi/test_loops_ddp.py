@@ -15,10 +15,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.torch import WarmUp
-from sparsecoll.torch.compressors import ACPSGD, DGC, EFSignSGD, OkTopk, RandomK, TopK
+from sparsecoll.torch.compressors import ACPSGD, RandomKCompressor, TopKCompressor, dgc, efsignsgd, oktopk
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
-TOPK = TopK(0.1, algo="allgather")
+TOPK = TopKCompressor(0.1, algo="allgather")
 PAGE = Path(__file__).parent.parent.parent / "docs" / "torch.md"
 
 
@@ -40,7 +40,9 @@ def test_nan_on_one_rank_raises_the_same_on_all(comm, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
-@pytest.mark.parametrize("compressor", [EFSignSGD(), RandomK(0.1), ACPSGD(2), OkTopk(), DGC(0.1)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "compressor", [efsignsgd(), RandomKCompressor(0.1), ACPSGD(2), oktopk(), dgc(0.1)], ids=lambda c: c.name
+)
 def test_a_run_resumes_bit_for_bit_when_ddp_has_rebuilt_its_buckets(comm, compressor, options):
     """They are rebuilt by the function of docs/torch.md; DDP never does with find_unused_parameters=True."""
     (block,) = re.findall(r"^```python\n([^`]*def rebuild[^`]*)^```", PAGE.read_text(), re.M)
@@ -59,7 +61,9 @@ def test_a_run_resumes_bit_for_bit_when_ddp_has_rebuilt_its_buckets(comm, compre
     assert bits(again.values()) == bits(whole.values()) and alike(comm, again.values())
 
 
-@pytest.mark.parametrize("compressor", [TOPK, TopK(WarmUp(0.05, 8), algo="allgather"), ACPSGD(2), "none"], ids=str)
+@pytest.mark.parametrize(
+    "compressor", [TOPK, TopKCompressor(WarmUp(0.05, 8), algo="allgather"), ACPSGD(2), "none"], ids=str
+)
 def test_ddps_join_loses_no_gradient(comm, compressor, caplog):
     """Rank r has 2 + r batches. What waits on a rank that has none is sent with the others' steps, and only once."""
     run = Run(HOOK, comm, net, plain_sgd, compressor, verify=1)

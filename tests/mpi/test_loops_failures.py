@@ -7,11 +7,11 @@ from runs import LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, close, 
 import sparsecoll
 import sparsecoll.torch
 from sparsecoll.torch import DistributedOptimizer
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 from sparsecoll.transport import as_transport
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
-TOPK = TopK(0.1, algo="allgather")
+TOPK = TopKCompressor(0.1, algo="allgather")
 
 
 class Fails(torch.optim.SGD):

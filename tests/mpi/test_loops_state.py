@@ -10,10 +10,10 @@ from loops_of_steps import Raise  # noqa: E402
 from runs import HOOK, LOCAL, OPTIONS, OVERLAP, Run, alike, bits, draw, net, plain_sgd, sgd, train  # noqa: E402
 
 from sparsecoll.torch import DistributedOptimizer, HookState, comm_hook, redistribute  # noqa: E402
-from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor, oktopk  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
-TOPK = TopK(0.1, algo="allgather")
+TOPK = TopKCompressor(0.1, algo="allgather")
 
 
 def raised(comm, call):
@@ -187,9 +187,9 @@ def test_state_after_a_back_propagation_that_was_broken_off(comm):
 
 
 def test_thresholds_and_boundaries_go_on(comm):
-    whole = train(Run(OVERLAP, comm, net, sgd, OkTopk(0.1)), range(8))
-    half = train(Run(OVERLAP, comm, net, sgd, OkTopk(0.1)), range(5))
-    again = Run(OVERLAP, comm, net, sgd, OkTopk(0.1))
+    whole = train(Run(OVERLAP, comm, net, sgd, oktopk(0.1)), range(8))
+    half = train(Run(OVERLAP, comm, net, sgd, oktopk(0.1)), range(5))
+    again = Run(OVERLAP, comm, net, sgd, oktopk(0.1))
     again.module.load_state_dict(half.module.state_dict())
     again.optimizer.load_state_dict(half.optimizer.state_dict())
     train(again, range(5, 8))
@@ -205,7 +205,7 @@ def test_the_hook_refuses_a_group_of_another_size(comm, mpi):
 def test_the_hook_needs_the_models_names_to_save_and_load_its_state(comm, caplog):
     def saved(with_names):
         parallel = torch.nn.parallel.DistributedDataParallel(net())
-        state = HookState(comm, TopK(0.1, algo="allgather"), parallel if with_names else ())
+        state = HookState(comm, TopKCompressor(0.1, algo="allgather"), parallel if with_names else ())
         parallel.register_comm_hook(state, comm_hook)
         parallel(draw(comm.rank, 0)[0]).sum().backward()
         return state, state.state_dict()
@@ -215,7 +215,7 @@ def test_the_hook_needs_the_models_names_to_save_and_load_its_state(comm, caplog
     named.load_state_dict(names)
     _, numbers = saved(False)
     assert len(caplog.records) == (comm.rank == 0)
-    for state, other in ((named, numbers), (HookState(comm, TopK(0.1, algo="allgather")), names)):
+    for state, other in ((named, numbers), (HookState(comm, TopKCompressor(0.1, algo="allgather")), names)):
         with pytest.raises(ValueError, match=r"expected names of parameters, got .*: pass the model to HookState"):
             state.load_state_dict(other)
 

@@ -12,10 +12,10 @@ from runs import HOOK, LOCAL, OVERLAP, SPARSE, TIMEOUT, Ledger, Run, alike, bits
 
 from sparsecoll.errors import CommunicationError  # noqa: E402
 from sparsecoll.torch import HookState, comm_hook  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
-TOPK = TopK(0.1, algo="allgather")
+TOPK = TopKCompressor(0.1, algo="allgather")
 new_head = partial(replace, index=4, make=lambda: torch.nn.Linear(32, 1).double())
 
 

@@ -95,7 +95,7 @@ def test_the_first_call_of_auto_sends_its_own_sum_and_the_agreement_alone(comm, 
 
     auto = counted("auto")
     named = CHOICES[fastest(x.length, k, comm.size, 4, True, ONE_NODE)]()
-    assert auto == counted(named, format=sparsecoll.formats.Auto(beta=ONE_NODE.beta))
+    assert auto == counted(named, format=sparsecoll.formats.AutoFormat(beta=ONE_NODE.beta))
 
 
 def test_messages_longer_than_a_chunk_arrive_whole(comm):

@@ -11,16 +11,16 @@ import torch
 from loops_of_steps import Raise
 from runs import LOCAL, ONE, OVERLAP, Ledger, Run, alike, close, net, plain_sgd, sgd
 
-from sparsecoll.torch.compressors import COVAP, QSGD, EFSignSGD, OkTopk, PowerSGD, RandomK, TopK
+from sparsecoll.torch.compressors import COVAP, QSGD, PowerSGD, RandomKCompressor, TopKCompressor, efsignsgd, oktopk
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 COUNT = int(os.environ.get("SPARSECOLL_LOOPS", "28"))  # each compressor in each of two ways, twice
 COMPRESSORS = [
-    TopK(0.1, algo="allgather"),
-    OkTopk(0.1),
+    TopKCompressor(0.1, algo="allgather"),
+    oktopk(0.1),
     PowerSGD(2),
-    EFSignSGD(),
-    RandomK(0.1),
+    efsignsgd(),
+    RandomKCompressor(0.1),
     QSGD(4, feedback=True),
     COVAP(2, start=1.0),
 ]

@@ -8,7 +8,7 @@ import sparsecoll
 from sparsecoll import CommunicationError, OkTopk
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.collectives import node_members
 
@@ -173,7 +173,7 @@ def test_local_steps_equal_the_simulator_and_ranks_meet_after_each_mean(comm):
     def program(comm):
         torch.set_num_threads(1)
         model = net(comm.rank)
-        compressor = TopK(0.05, "allgather", format="packed_codes")
+        compressor = TopKCompressor(0.05, "allgather", format="packed_codes")
         inner = torch.optim.AdamW(model.parameters(), 0.01)
         optimizer = LocalOptimizer(inner, model, comm, compressor, every=3, dense_below=0)
         for step in range(8):

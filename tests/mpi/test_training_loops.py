@@ -5,7 +5,7 @@ from loop import FIND, RAISES, SAME
 from loops import LOOPS
 from runs import HOOK, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, in_turn
 
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
 
@@ -30,7 +30,14 @@ def test_a_loop_does_what_one_process_does(comm, way, name):
 def test_gradients_as_views_change_no_bit(comm, name):
     loop, found = LOOPS[name], []
     for as_view in (False, True):
-        run = Run(OVERLAP, comm, loop.model, loop.inner, TopK(0.2, algo="allgather"), gradient_as_bucket_view=as_view)
+        run = Run(
+            OVERLAP,
+            comm,
+            loop.model,
+            loop.inner,
+            TopKCompressor(0.2, algo="allgather"),
+            gradient_as_bucket_view=as_view,
+        )
         loop.body(run)
         run.close()
         found.append(bits(run.values()))

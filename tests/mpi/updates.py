@@ -6,10 +6,10 @@ import torch
 from runs import HOOK, LOCAL, OVERLAP, SPARSE, Run, alike
 from torch.optim.sgd import sgd as functional_sgd
 
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 LR, STEPS = 0.01, 6
-TOPK = TopK(0.02, algo="allgather")
+TOPK = TopKCompressor(0.02, algo="allgather")
 
 
 def wide():

@@ -5,7 +5,7 @@ import torch
 import sparsecoll
 from sparsecoll import simulate
 from sparsecoll.torch import DistributedOptimizer, SparseSGD
-from sparsecoll.torch.compressors import OkTopk
+from sparsecoll.torch.compressors import oktopk
 
 P = 3
 ALGORITHM = sparsecoll.OkTopk(tau=3, tau_prime=4)
@@ -79,4 +79,4 @@ def sparse(comm, model, **options):
 def wrapped(comm, model, algo=ALGORITHM, **options):
     inner = torch.optim.SGD(model.parameters(), 0.1)
     options = {"bucket_bytes": 6000, "dense_below": 10, **options}
-    return DistributedOptimizer(inner, model.named_parameters(), comm, OkTopk(0.1, algo=algo), **options)
+    return DistributedOptimizer(inner, model.named_parameters(), comm, oktopk(0.1, algo=algo), **options)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from sparsecoll import simulate
-from sparsecoll.torch.compressors import StepContext, resolve
+from sparsecoll.torch.compressors import StepContext, as_compressor
 from sparsecoll.torch.tensors.layout import Layout
 
 OPTIONS = {"bucket_bytes": 6000, "dense_below": 10}  # three or more buckets, vectors among what is compressed
@@ -23,7 +23,7 @@ def one(compressor, gradients, steps=1, shapes=None, **world):
     shapes = shapes or (gradients[0].shape,)
 
     def program(comm):
-        own = resolve(compressor)
+        own = as_compressor(compressor)
         names = tuple(f"p{i}" for i in range(len(shapes)))
         flat = gradients[comm.rank].reshape(-1)
         own.bind(Layout(0, (flat.size,), names, shapes, flat.dtype), comm.transport, StepContext())

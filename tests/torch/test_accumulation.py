@@ -6,7 +6,7 @@ from nets import batch, bits, close, loss_of, net, parameters, residuals
 
 from sparsecoll import simulate
 from sparsecoll.torch import DistributedOptimizer
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 
 def test_accumulation_with_no_sync_is_one_large_batch():
@@ -36,7 +36,7 @@ def test_accumulation_with_no_sync_is_one_large_batch():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("compressor", ["none", TopK(0.1, algo="allgather")], ids=["none", "topk"])
+@pytest.mark.parametrize("compressor", ["none", TopKCompressor(0.1, algo="allgather")], ids=["none", "topk"])
 def test_accumulation_without_no_sync_is_one_large_batch_too(compressor, overlap):
     """Nothing is lost: the sum of all gradients is what moved the parameters and what residuals hold."""
 
@@ -76,7 +76,7 @@ def test_accumulation_into_another_tensor_is_told_from_a_gradient_thrown_away(wa
 
     def program(comm):
         p = torch.nn.Parameter(torch.zeros(40, 8))
-        compressor = TopK(0.1, algo="allgather", row_density=0.1)
+        compressor = TopKCompressor(0.1, algo="allgather", row_density=0.1)
         optimizer = DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], comm, compressor, dense_below=0)
         first, second = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(comm.rank))
         used = torch.nn.functional.embedding(torch.arange(40), p, sparse=True) if way == "rows" else p

@@ -19,7 +19,7 @@ from nets import batch, bits, loss_of, net  # noqa: E402
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 P, CULPRIT = 3, 1
 TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 20  # lines of a case
@@ -33,7 +33,7 @@ def sgd(params):
 
 
 def topk():
-    return TopK(0.1, algo="allgather")
+    return TopKCompressor(0.1, algo="allgather")
 
 
 WAYS = {

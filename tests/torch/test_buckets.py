@@ -11,7 +11,7 @@ from one_bucket import step
 
 from sparsecoll import simulate
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer
-from sparsecoll.torch.compressors import DGC, StepContext, TopK, resolve
+from sparsecoll.torch.compressors import StepContext, TopKCompressor, as_compressor, dgc
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.tensors.layout import Layout, cut
 
@@ -21,10 +21,10 @@ WAYS = [(as_view, size) for as_view in (False, True) for size in (1, None)]  # b
 
 @pytest.mark.parametrize("name", [*(n for n in COMPRESSORS if n != "free"), "nesterov", "clipped"])
 def test_a_gradient_that_lies_elsewhere_gives_the_same_bits(name):
-    method = {"nesterov": DGC(0.1, nesterov=True), "clipped": DGC(0.1, clip=0.5)}.get(name, name)
+    method = {"nesterov": dgc(0.1, nesterov=True), "clipped": dgc(0.1, clip=0.5)}.get(name, name)
 
     def program(comm):
-        given, elsewhere = resolve(method), resolve(method)
+        given, elsewhere = as_compressor(method), as_compressor(method)
         for own in (given, elsewhere):
             own.bind(Layout(0, (600,), ("p",), ((20, 30),), np.dtype(np.float32)), comm.transport, StepContext())
         rng = np.random.default_rng(comm.rank)
@@ -73,7 +73,7 @@ def backward(comm, model, number):
     loss_of(model, batch(comm.rank, number)).backward()
 
 
-@pytest.mark.parametrize("compressor", [DGC(0.1), "fp16"], ids=["dgc", "fp16"])
+@pytest.mark.parametrize("compressor", [dgc(0.1), "fp16"], ids=["dgc", "fp16"])
 def test_views_give_the_same_bits(compressor):
     """Accumulation with and without no_sync, both kinds of zero_grad, clipping, a skipped step, frozen parameters."""
 
@@ -109,7 +109,7 @@ def test_a_mean_that_moves_to_another_buffer_counts():
         a, b, c = params = [torch.nn.Parameter(torch.zeros(400)) for _ in range(3)]
         named, inner = list(zip("abc", params, strict=True)), torch.optim.SGD(params, 1.0)
         options = {"gradient_as_bucket_view": True, "dense_below": 0}
-        optimizer = DistributedOptimizer(inner, named, comm, TopK(0.05, "allgather"), **options)
+        optimizer = DistributedOptimizer(inner, named, comm, TopKCompressor(0.05, "allgather"), **options)
         total, generator = torch.zeros(400), torch.Generator().manual_seed(comm.rank)
         for _ in range(2):
             optimizer.zero_grad()
@@ -155,7 +155,7 @@ def test_what_is_copied(monkeypatch):
 
 
 @dataclass
-class Fails(TopK):
+class Fails(TopKCompressor):
     """Raises in the bucket of the first layer, once."""
 
     name = "fails"
@@ -174,7 +174,7 @@ def test_a_reduction_that_fails_loses_no_gradient(as_view, size):
     Fails.times = [1]
 
     def program(comm):
-        twin, sound = made(comm, False, size, TopK(0.1))
+        twin, sound = made(comm, False, size, TopKCompressor(0.1))
         model, optimizer = made(comm, as_view, size, Fails(0.1))
         for number in range(4):
             plain = net()
@@ -238,7 +238,9 @@ def test_memory_is_used_again_once_no_gradient_holds_it(size, keep):
     def program(comm):
         params = [torch.nn.Parameter(torch.zeros(100_000 * n)) for n in (1, 2)]
         named = list(zip("ab", params, strict=True))
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, 0.1), named, comm, TopK(0.1), bucket_bytes=size)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(params, 0.1), named, comm, TopKCompressor(0.1), bucket_bytes=size
+        )
         held, where = [], set()
         for number in range(8):
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ from one_bucket import step
 
 import sparsecoll
 from sparsecoll import Allgather, select, simulate
-from sparsecoll.torch.compressors import DGC, DRAGONN, StepContext, TopK
+from sparsecoll.torch.compressors import DRAGONN, StepContext, TopKCompressor, dgc
 from sparsecoll.torch.tensors.layout import Layout
 
 
@@ -32,16 +32,16 @@ class Sometimes(Allgather):
 @pytest.mark.parametrize(
     ("compressor", "clears"),
     [
-        (TopK(0.02, "allgather"), True),
-        (TopK(0.02, "sparcml"), True),
-        (TopK(0.02, "allgather", value_dtype="float16"), False),
-        (TopK(0.02, Sometimes()), False),
-        (TopK(0.02, "gtopk"), False),
-        (TopK(0.02, "oktopk"), False),
-        (TopK({"*": 0.02}, "allgather"), False),
-        (TopK(0.02, "allgather", selector=select.MSTopK()), False),
-        (TopK(1.0, "allgather"), False),
-        (TopK(0.02, "allgather", momentum=0.7, nesterov=True), True),
+        (TopKCompressor(0.02, "allgather"), True),
+        (TopKCompressor(0.02, "sparcml"), True),
+        (TopKCompressor(0.02, "allgather", value_dtype="float16"), False),
+        (TopKCompressor(0.02, Sometimes()), False),
+        (TopKCompressor(0.02, "gtopk"), False),
+        (TopKCompressor(0.02, "oktopk"), False),
+        (TopKCompressor({"*": 0.02}, "allgather"), False),
+        (TopKCompressor(0.02, "allgather", selector=select.MSTopK()), False),
+        (TopKCompressor(1.0, "allgather"), False),
+        (TopKCompressor(0.02, "allgather", momentum=0.7, nesterov=True), True),
         (DRAGONN(0.02, selective=False), False),
     ],
     ids=str,
@@ -67,7 +67,7 @@ def test_entries_that_are_cleared_where_they_are_selected_leave_the_same_bits(co
     assert simulate(3, program).results == [clears] * 3
 
 
-@pytest.mark.parametrize("compressor", [TopK(0.1, algo="allgather"), DGC(0.1)], ids=str)
+@pytest.mark.parametrize("compressor", [TopKCompressor(0.1, algo="allgather"), dgc(0.1)], ids=str)
 def test_entries_cleared_before_a_reduction_failed_are_sent_again(compressor):
     """With the bits of mean and residual that there are without clearing."""
 

@@ -15,38 +15,38 @@ from sparsecoll.testing import check_compressor  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     COVAP,
-    DGC,
     DRAGONN,
     FP16,
     QSGD,
-    NesterovTopK,
-    OkTopk,
     PowerSGD,
-    RandomK,
-    TopK,
-    resolve,
+    RandomKCompressor,
+    TopKCompressor,
+    as_compressor,
+    dgc,
+    nesterovtopk,
+    oktopk,
 )
 
 REPLICATED = [name for name in COMPRESSORS if name != "free"]
 CONSERVING = {
-    name: resolve(name) for name in REPLICATED if name not in ("fp16", "qsgd", "dgc", "nesterovtopk", "covap")
+    name: as_compressor(name) for name in REPLICATED if name not in ("fp16", "qsgd", "dgc", "nesterovtopk", "covap")
 } | {
-    "dgc without momentum": DGC(momentum=0.0),
-    "nesterovtopk without momentum": NesterovTopK(0.05, momentum=0.0, nesterov=False),
+    "dgc without momentum": dgc(momentum=0.0),
+    "nesterovtopk without momentum": nesterovtopk(0.05, momentum=0.0, nesterov=False),
     "covap with coefficient 1": COVAP(interval=3, start=1.0),
     "qsgd with feedback": QSGD(2, feedback=True),
-    "topk by layer": TopK({"4.*": 0.3, "*": 0.05}),
-    "topk, float16 on the wire": TopK(0.1, value_dtype="float16"),
-    "topk over spardl": TopK(0.05, algo="spardl"),
-    "topk over gtopk": TopK(0.05, algo="gtopk"),
-    "topk over cltk": TopK(0.05, algo="cltk"),
-    "topk over exdyna": TopK(0.05, algo="exdyna"),
-    "topk over arctopk": TopK(0.05, algo="arctopk"),
-    "oktopk object": TopK(0.05, algo=sparsecoll.OkTopk(tau=2, tau_prime=2)),
+    "topk by layer": TopKCompressor({"4.*": 0.3, "*": 0.05}),
+    "topk, float16 on the wire": TopKCompressor(0.1, value_dtype="float16"),
+    "topk over spardl": TopKCompressor(0.05, algo="spardl"),
+    "topk over gtopk": TopKCompressor(0.05, algo="gtopk"),
+    "topk over cltk": TopKCompressor(0.05, algo="cltk"),
+    "topk over exdyna": TopKCompressor(0.05, algo="exdyna"),
+    "topk over arctopk": TopKCompressor(0.05, algo="arctopk"),
+    "oktopk object": TopKCompressor(0.05, algo=sparsecoll.OkTopk(tau=2, tau_prime=2)),
     "an algorithm": sparsecoll.SparDL(),
     "dragonn, all compressed": DRAGONN(0.05, selective=False),
     "dragonn, float16 on the wire": DRAGONN(0.05, selective=False, value_dtype="float16"),
-    "dgc, random sample": DGC(0.1, momentum=0.0, selector=sparsecoll.select.SampledThreshold(random=True)),
+    "dgc, random sample": dgc(0.1, momentum=0.0, selector=sparsecoll.select.SampledThreshold(random=True)),
 }
 
 
@@ -54,10 +54,10 @@ CHECKED = CONSERVING | {
     "covap": COVAP(2),
     "fp16": FP16(),
     "qsgd": QSGD(),
-    "dgc": DGC(),
-    "nesterovtopk": NesterovTopK(),
-    "topk by layer, reused thresholds": TopK({"*": 0.1}, selector=sparsecoll.select.ThresholdReuse()),
-    "oktopk from a warm-up": OkTopk(WarmUp(0.05, 6), algo=sparsecoll.OkTopk(tau=3, tau_prime=4)),
+    "dgc": dgc(),
+    "nesterovtopk": nesterovtopk(),
+    "topk by layer, reused thresholds": TopKCompressor({"*": 0.1}, selector=sparsecoll.select.ThresholdReuse()),
+    "oktopk from a warm-up": oktopk(WarmUp(0.05, 6), algo=sparsecoll.OkTopk(tau=3, tau_prime=4)),
 }
 
 
@@ -65,15 +65,15 @@ CHECKED = CONSERVING | {
 def test_options_are_as_given_once_a_bucket_is_bound(name):
     """Nothing that a compressor learns of its rank or bucket takes the name of an option."""
     gradients = [np.ones((8, 8), np.float32)] * 2
-    assert [own.describe() for _, own in one(name, gradients)] == [resolve(name).describe()] * 2
+    assert [own.describe() for _, own in one(name, gradients)] == [as_compressor(name).describe()] * 2
 
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_every_compressor_keeps_the_contract(name):
-    check_compressor(resolve(CHECKED[name]), conserves=name in CONSERVING)
+    check_compressor(as_compressor(CHECKED[name]), conserves=name in CONSERVING)
 
 
-class Forgetting(TopK):
+class Forgetting(TopKCompressor):
     """A compressor of the user's that keeps nothing of what it does not send."""
 
     name = "forgetting"
@@ -93,7 +93,9 @@ def test_nan_where_another_rank_selects(algo):
     def program(comm):
         weight = torch.nn.Parameter(torch.zeros(100))
         inner = torch.optim.SGD([weight], 0.1)
-        optimizer = DistributedOptimizer(inner, [("w", weight)], comm, TopK(0.05, algo=algo), overlap=False, **OPTIONS)
+        optimizer = DistributedOptimizer(
+            inner, [("w", weight)], comm, TopKCompressor(0.05, algo=algo), overlap=False, **OPTIONS
+        )
         weight.grad = torch.arange(100.0)
         if comm.rank == 1:
             weight.grad[0] = float("nan")
@@ -165,7 +167,7 @@ def test_residuals_at_another_number_of_ranks_keep_their_mean(name, P, size):
 def test_the_mean_of_ones_is_one(name):
     """Means divide: 49 times 1/49 is less than 1."""
     options = {"density": 1.0} if name in ("topk", "dragonn") else {}
-    compressor = type(resolve(name))(**options)
+    compressor = type(as_compressor(name))(**options)
     results, _ = one(compressor, [np.ones(16, np.float32)] * 49)[0]
     arrived = results[0][results[0] != 0]  # dragonn's slots collide
     np.testing.assert_array_equal(arrived, 1)
@@ -175,12 +177,12 @@ def test_the_mean_of_ones_is_one(name):
 @pytest.mark.parametrize(
     "make,name",
     [
-        (lambda: TopK(0), "density"),
-        (lambda: TopK({}), "density"),
-        (lambda: TopK({"a": 0.1, "b": 2}), "density"),
-        (lambda: TopK(algo="x"), "algo"),
-        (lambda: DGC(momentum=1.0), "momentum"),
-        (lambda: DGC(clip=0), "clip"),
+        (lambda: TopKCompressor(0), "density"),
+        (lambda: TopKCompressor({}), "density"),
+        (lambda: TopKCompressor({"a": 0.1, "b": 2}), "density"),
+        (lambda: TopKCompressor(algo="x"), "algo"),
+        (lambda: dgc(momentum=1.0), "momentum"),
+        (lambda: dgc(clip=0), "clip"),
         (lambda: QSGD(3), "bits"),
         (lambda: QSGD(bucket=1), "bucket"),
         (lambda: PowerSGD(0), "rank"),
@@ -188,8 +190,8 @@ def test_the_mean_of_ones_is_one(name):
         (lambda: COVAP(backward_seconds=0), "backward_seconds"),
         (lambda: COVAP(start=2), "start"),
         (lambda: FP16("float32"), "value_dtype"),
-        (lambda: RandomK({"*": 0.1}), "density"),
-        (lambda: resolve("x"), "compressor"),
+        (lambda: RandomKCompressor({"*": 0.1}), "density"),
+        (lambda: as_compressor("x"), "compressor"),
         (lambda: WarmUp(0.1, 0), "steps"),
     ],
 )
@@ -200,14 +202,14 @@ def test_bad_options_are_refused(make, name):
 
 def test_a_compressor_is_a_name_or_an_object():
     with pytest.raises(TypeError, match="expected a name, a Compressor"):
-        resolve(3)
+        as_compressor(3)
     with pytest.raises(TypeError, match="got the class TopK"):
-        resolve(TopK)
+        as_compressor(TopKCompressor)
     with pytest.raises(TypeError, match="selector: expected an object"):
-        TopK(selector="exakt")
+        TopKCompressor(selector="exakt")
 
 
 def test_an_algorithm_is_top_k_over_it():
     algorithm = sparsecoll.OkTopk(tau=5)
-    compressor = resolve(algorithm)
-    assert compressor.describe() == TopK(algo=algorithm).describe() and compressor.algo is not algorithm
+    compressor = as_compressor(algorithm)
+    assert compressor.describe() == TopKCompressor(algo=algorithm).describe() and compressor.algo is not algorithm

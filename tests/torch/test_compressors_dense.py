@@ -17,22 +17,22 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     COVAP,
     FP16,
     QSGD,
-    EFSignSGD,
     PowerSGD,
     StepContext,
-    resolve,
+    as_compressor,
+    efsignsgd,
 )
 from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("compressor", "bits"), [(EFSignSGD(), 1), (QSGD(2), 2), (QSGD(4, levels="float", feedback=True), 4)], ids=str
+    ("compressor", "bits"), [(efsignsgd(), 1), (QSGD(2), 2), (QSGD(4, levels="float", feedback=True), 4)], ids=str
 )
 def test_low_bits_take_the_volume_of_their_formula(compressor, bits):
     P, n = 3, 512 * 30
 
     def program(comm):
-        own = resolve(compressor)
+        own = as_compressor(compressor)
         own.bind(Layout(0, (n,), ("a",), ((n,),), np.dtype(np.float32)), comm.transport, StepContext())
         before = comm.transport.traffic.copy()
         step(own, comm.transport, normal(3, n)[comm.rank])
@@ -49,7 +49,7 @@ def test_efsignsgd_follows_its_algorithm():
     def signs(x):
         return np.where(x < 0, -1, 1) * np.abs(x).mean()
 
-    results, own = one(EFSignSGD(), g)[0]
+    results, own = one(efsignsgd(), g)[0]
     sums = [g[0][:512] + signs(g[1][:512]), g[1][512:] + signs(g[0][512:])]
     np.testing.assert_allclose(results[0], np.concatenate([signs(x) for x in sums]) / 2, rtol=1e-4)
     kept = np.concatenate([sums[0] - signs(sums[0]), g[0][512:] - signs(g[0][512:])])
@@ -82,14 +82,14 @@ def test_qsgd_rounds_every_rank_bucket_and_step_by_numbers_of_its_own():
     assert len(set(codes)) == len(codes) == 2 * 2 * 2 * 3
 
 
-@pytest.mark.parametrize("compressor", [QSGD(4, feedback=True), QSGD(2, feedback=True), EFSignSGD()], ids=str)
+@pytest.mark.parametrize("compressor", [QSGD(4, feedback=True), QSGD(2, feedback=True), efsignsgd()], ids=str)
 def test_with_error_feedback_few_bits_learn_as_dense_sums_do(compressor):
     """Least squares on two ranks, whose data differ: the loss is that of exact means within 2 %."""
     rng = np.random.default_rng(0)
     A, b = rng.standard_normal((2, 300, 64)).astype(np.float32), rng.standard_normal((2, 300)).astype(np.float32)
 
     def program(comm, compressor):
-        own = resolve(compressor)
+        own = as_compressor(compressor)
         own.bind(Layout(0, (64,), ("w",), ((64,),), np.dtype(np.float32)), comm.transport, StepContext())
         w, mine, wanted = np.zeros(64, np.float32), A[comm.rank], b[comm.rank]
         for _ in range(300):

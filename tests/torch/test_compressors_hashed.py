@@ -8,10 +8,10 @@ torch = pytest.importorskip("torch")
 from one_bucket import normal, one, step  # noqa: E402
 
 from sparsecoll import Network, simulate  # noqa: E402
-from sparsecoll.formats import Slots  # noqa: E402
+from sparsecoll.formats import SlotsFormat  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     DRAGONN,
-    RandomK,
+    RandomKCompressor,
     StepContext,
 )
 from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
@@ -21,7 +21,7 @@ def test_randomk_takes_the_same_coordinates_everywhere_and_sends_no_index():
     P, n = 4, 4000
 
     def program(comm):
-        own = RandomK(0.1)
+        own = RandomKCompressor(0.1)
         own.bind(Layout(0, (n,), ("p",), ((n,),), np.dtype(np.float32)), comm.transport, StepContext())
         gradient = np.full(n, comm.rank + 1, np.float32)
         before = comm.transport.traffic.copy()
@@ -39,7 +39,7 @@ def test_randomk_leaves_generators_alone():
     np.random.seed(3)
     torch.manual_seed(3)
     expected = np.random.RandomState(3).rand(), float(torch.rand(1, generator=torch.Generator().manual_seed(3)))
-    one(RandomK(0.1), normal(2, 100))
+    one(RandomKCompressor(0.1), normal(2, 100))
     assert (np.random.rand(), float(torch.rand(1))) == expected
 
 
@@ -58,7 +58,7 @@ def test_dragonn_adds_messages_slot_by_slot_and_compares_nothing(monkeypatch):
     """One pass over all messages: none is decoded, sorted or merged. The seeds change every step, and no message is
     sent because of that."""
     decoded = []
-    monkeypatch.setattr(Slots, "decode", lambda *_: decoded.append(1))
+    monkeypatch.setattr(SlotsFormat, "decode", lambda *_: decoded.append(1))
     gradients = normal(5, 2000)
     gradients[2][:] = 0  # a rank that selects nothing
 

@@ -9,40 +9,42 @@ from one_bucket import normal, one, step
 
 from sparsecoll import Algorithm, ExDyna, LowBit, Reduction, SparseVector, select, simulate
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp
-from sparsecoll.torch.compressors import DGC, ErrorFeedback, GaussianK, StepContext, TopK, resolve
+from sparsecoll.torch.compressors import ErrorFeedback, StepContext, TopKCompressor, as_compressor, dgc, gaussiank
 from sparsecoll.torch.compressors.versions import Rates, Versions
 from sparsecoll.torch.tensors.layout import Layout
 
 
 def test_presets_are_top_k_with_other_defaults():
     for name in ("nesterovtopk", "oktopk", "densestream", "dgc", "gaussiank", "mstopk"):
-        assert isinstance(resolve(name), TopK) and COMPRESSORS[name](0.5, momentum=0.25).momentum == 0.25
+        assert (
+            isinstance(as_compressor(name), TopKCompressor) and COMPRESSORS[name](0.5, momentum=0.25).momentum == 0.25
+        )
 
 
 def test_topk_by_layer_takes_each_layers_share():
     g = [np.arange(1, 101, dtype=np.float32)]
-    results, _ = one(TopK({"p0": 0.1, "*": 0.5}), g, shapes=((60,), (40,)))[0]
+    results, _ = one(TopKCompressor({"p0": 0.1, "*": 0.5}), g, shapes=((60,), (40,)))[0]
     assert np.flatnonzero(results[0]).tolist() == [*range(54, 60), *range(80, 100)]
 
 
 @pytest.mark.parametrize("algo", ["dense", LowBit(), "exdyna", "arctopk", ExDyna(tau_prime=2)], ids=str)
 def test_a_selector_without_effect_is_refused(algo):
-    for make in (lambda: TopK(algo=algo, selector=select.GaussianK()), lambda: GaussianK(algo=algo)):
+    for make in (lambda: TopKCompressor(algo=algo, selector=select.GaussianK()), lambda: gaussiank(algo=algo)):
         with pytest.raises(ValueError, match=r"selector: expected None with .*, which .*, got GaussianK"):
             make()
-    DGC(algo=algo, selector=None)
+    dgc(algo=algo, selector=None)
 
 
 def test_a_selector_of_layers_goes_with_algorithms_that_select_by_themselves():
     g = [np.arange(1, 101, dtype=np.float32)]
     for algo in ("exdyna", "arctopk"):
-        method = TopK({"p0": 0.1, "*": 0.5}, algo=algo, selector=select.SampledThreshold())
+        method = TopKCompressor({"p0": 0.1, "*": 0.5}, algo=algo, selector=select.SampledThreshold())
         assert 0 < np.count_nonzero(one(method, g, shapes=((60,), (40,)))[0][0][0]) < 60
 
 
 def test_warm_up_selects_what_it_says():
     schedule = WarmUp(0.01, 8)
-    results, _ = one(TopK(schedule), normal(1, 1000), steps=10)[0]
+    results, _ = one(TopKCompressor(schedule), normal(1, 1000), steps=10)[0]
     assert [np.count_nonzero(r) for r in results] == [round(schedule.at(step) * 1000) for step in range(10)]
 
 
@@ -52,7 +54,7 @@ def test_momentum_is_cleared_only_where_this_rank_sent(algo, value_dtype):
     """A rank that sums holds what it cut and rounded of others' sums in its share; that is no reason to forget."""
 
     def program(comm):
-        own = TopK(0.01, algo=algo, momentum=0.9, value_dtype=value_dtype)
+        own = TopKCompressor(0.01, algo=algo, momentum=0.9, value_dtype=value_dtype)
         own.bind(Layout(0, (20_000,), ("p",), ((20_000,),), np.dtype(np.float32)), comm.transport, StepContext())
         sent, compress = [], own.compress
         own.compress = lambda acc: sent.append(compress(acc)) or sent[-1]
@@ -69,7 +71,7 @@ def test_dgc_at_density_1_is_momentum_and_masks_what_it_sends():
     """With everything sent, u is masked each time: the sum of gradients, no momentum. With nothing of a coordinate
     sent, it gathers momentum-corrected gradient."""
     g = [np.array([1, 0.5, 0, 0], np.float32)] * 2
-    results, own = one(DGC(0.25, momentum=0.5), g, steps=2)[0]
+    results, own = one(dgc(0.25, momentum=0.5), g, steps=2)[0]
     # step 1: u = v = (1, .5); coordinate 0 is sent and masked. Step 2: u = (1, .75), v = (1, 1.25): coordinate 1
     np.testing.assert_allclose(results[0], [1, 0, 0, 0])
     np.testing.assert_allclose(results[1], [0, 1.25, 0, 0])
@@ -88,7 +90,7 @@ def test_momentum_of_values_that_are_all_sent_is_that_of_sgd(dense_below, option
             torch.optim.SGD(params[:1], 0.1),
             [("p", params[0])],
             comm,
-            TopK(0.1, algo, momentum=0.9, **options),
+            TopKCompressor(0.1, algo, momentum=0.9, **options),
             dense_below=dense_below,
         )
         plain = torch.optim.SGD(params[1:], 0.1, momentum=0.9, **options)
@@ -107,28 +109,28 @@ def test_momentum_of_values_that_are_all_sent_is_that_of_sgd(dense_below, option
 def test_nesterov_momentum_is_corrected_as_in_dgc():
     """u = m (u + g), v = v + u + g; both are cleared where v is sent."""
     g = [np.array([2, 1, 0, 0], np.float32)] * 2
-    results, _ = one(DGC(0.25, momentum=0.5, nesterov=True), g, steps=3)[0]
+    results, _ = one(dgc(0.25, momentum=0.5, nesterov=True), g, steps=3)[0]
     # step 1: u = (1, .5), v = (3, 1.5): coordinate 0 is sent. Step 2: u = (1, .75), v = (3, 3.25): coordinate 1 is.
     # Step 3: u = (1.5, .5), v = (3 + 3.5, 1.5): coordinate 0 is.
     np.testing.assert_array_equal(results[0], [3, 0, 0, 0])
     np.testing.assert_array_equal(results[1], [0, 3.25, 0, 0])
     np.testing.assert_array_equal(results[2], [6.5, 0, 0, 0])
     with pytest.raises(ValueError, match="nesterov"):
-        DGC(momentum=0, nesterov=True)
+        dgc(momentum=0, nesterov=True)
 
 
 def test_dgc_clips_each_parameter_by_the_root_of_the_ranks():
     g = [np.array([3, 4, 0.1, 0], np.float32)] * 4
-    results, _ = one(DGC(1.0, momentum=0, clip=1.0), g, shapes=((2,), (2,)))[0]
+    results, _ = one(dgc(1.0, momentum=0, clip=1.0), g, shapes=((2,), (2,)))[0]
     np.testing.assert_allclose(results[0], [0.3, 0.4, 0.1, 0], rtol=1e-6)  # norm 1 / sqrt(4)
 
 
 def test_dgc_clips_by_the_norm_of_the_bucket():
     g = [np.array([3, 4, 0, 12], np.float32)] * 4
-    results, _ = one(DGC(1.0, momentum=0, clip=6.5, clip_by="bucket"), g, shapes=((2,), (2,)))[0]
+    results, _ = one(dgc(1.0, momentum=0, clip=6.5, clip_by="bucket"), g, shapes=((2,), (2,)))[0]
     np.testing.assert_allclose(results[0], np.array([3, 4, 0, 12]) / 13 * 3.25, rtol=1e-6)
     with pytest.raises(ValueError, match="clip_by: expected 'parameter' or 'bucket'"):
-        DGC(clip_by="model")
+        dgc(clip_by="model")
 
 
 def test_densestream_fills_its_blocks_with_true_values():
@@ -145,7 +147,7 @@ def test_residuals_follow_the_learning_rate():
     rates = [[1.0, 1.0], [0.5, 0.5], [0.25, 0.5], [0.5, 2.0]]  # alike, then not
 
     def program(comm):
-        own, context = TopK(0.5, "allgather", follow_lr=True), StepContext()
+        own, context = TopKCompressor(0.5, "allgather", follow_lr=True), StepContext()
         context.rates = lambda names: rates[context.step]
         own.bind(Layout(0, (4,), ("a", "b"), shapes, np.dtype(np.float32)), comm.transport, context)
         applied, came = np.zeros(4), np.zeros(4)
@@ -167,14 +169,14 @@ def test_residuals_follow_the_learning_rate():
     versions.commit()
     assert frozen.factors() == [1.0, 1.0]
     with pytest.raises(ValueError, match="follow_lr: expected False in a loop"):
-        one(TopK(follow_lr=True), normal(2, 10))
+        one(TopKCompressor(follow_lr=True), normal(2, 10))
 
 
 def test_a_residual_that_is_taken_back_alone_follows_the_learning_rate():
     """One of two parameters' gradients is thrown away between two reductions of a step; the other's residual stays."""
 
     def program(comm):
-        own, context = TopK(0.5, "allgather", follow_lr=True), StepContext()
+        own, context = TopKCompressor(0.5, "allgather", follow_lr=True), StepContext()
         context.rates = lambda names: [0.1 if context.step else 1.0] * 2
         own.bind(Layout(0, (4,), ("a", "b"), ((2,), (2,)), np.dtype(np.float32)), comm.transport, context)
         step(own, comm.transport, np.array([4, 1, 3, 2], np.float32))
@@ -203,7 +205,7 @@ def test_residuals_follow_a_schedule_in_a_loop():
         def made():
             named = list(zip("abc", params, strict=True))
             inner = torch.optim.SGD(groups, lr=1.0)
-            compressor = TopK(0.1, "allgather", follow_lr=True)
+            compressor = TopKCompressor(0.1, "allgather", follow_lr=True)
             return DistributedOptimizer(inner, named, comm, compressor, dense_below=0)
 
         optimizer, came = made(), torch.zeros(2)
@@ -246,7 +248,7 @@ class Elsewhere(Algorithm):
 def test_what_contributed_has_the_length_of_the_bucket(later):
     """The residual is memory, in which kernels write where an index says."""
     with pytest.raises(ValueError, match="contributed: expected length 1000, got 1099511627776"):
-        one(TopK(0.1, algo=Elsewhere(later=later)), normal(2, 1000))
+        one(TopKCompressor(0.1, algo=Elsewhere(later=later)), normal(2, 1000))
 
 
 @dataclass
@@ -285,7 +287,7 @@ def test_entries_that_share_memory_with_what_is_left_of_them_enter_the_mean(algo
     def program(comm):
         model = torch.nn.Linear(8, 4, bias=False)
         torch.nn.init.zeros_(model.weight)
-        compressor = TopK({"*": 1.0}, algo, selector=Everything())
+        compressor = TopKCompressor({"*": 1.0}, algo, selector=Everything())
         inner = torch.optim.SGD(model.parameters(), 1.0)
         optimizer = DistributedOptimizer(inner, model, comm, compressor, dense_below=0)
         (model.weight.sum() * (comm.rank + 1)).backward()

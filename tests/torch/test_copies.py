@@ -20,7 +20,7 @@ from sparsecoll.torch import (
     SparseSGD,
     WarmUp,
 )
-from sparsecoll.torch.compressors import TopK, resolve
+from sparsecoll.torch.compressors import TopKCompressor, as_compressor
 
 WAYS = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
@@ -32,7 +32,7 @@ def described(x):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_copies_of_compressors_have_their_options(name, way):
-    compressor = resolve(name)
+    compressor = as_compressor(name)
     again = WAYS[way](compressor)
     assert type(again) is type(compressor) and again.describe() == compressor.describe()
 
@@ -42,7 +42,7 @@ def test_copies_of_schedules_are_equal(way):
     for schedule in (Constant(0.1), WarmUp(0.01, 4)):
         again = WAYS[way](schedule)
         assert [again.at(step) for step in range(6)] == [schedule.at(step) for step in range(6)]
-    nested = TopK({"0.*": WarmUp(0.1, 3), "*": 0.5}, momentum=0.9)
+    nested = TopKCompressor({"0.*": WarmUp(0.1, 3), "*": 0.5}, momentum=0.9)
     assert WAYS[way](nested).describe() == nested.describe()
 
 

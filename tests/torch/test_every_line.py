@@ -16,7 +16,7 @@ from nets import batch, bits, loss_of, net  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 from sparsecoll.torch.optimizers import sgd  # noqa: E402
 from sparsecoll.torch.reduction import (  # noqa: E402
     accumulator,
@@ -56,7 +56,7 @@ def sgd_of(model):
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-EXACT = TopK(0.1, algo="allgather")
+EXACT = TopKCompressor(0.1, algo="allgather")
 KINDS = {
     "overlap": lambda comm, model: DistributedOptimizer(sgd_of(model), model, comm, EXACT, **OPTIONS),
     "no overlap": lambda comm, model: DistributedOptimizer(sgd_of(model), model, comm, EXACT, overlap=False, **OPTIONS),

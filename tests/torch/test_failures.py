@@ -16,7 +16,7 @@ from nets import batch, bits, loss_of, net, train
 import sparsecoll.torch
 from sparsecoll import simulate
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD, WarmUp
-from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, DRAGONN, OkTopk, TopK
+from sparsecoll.torch.compressors import ACPSGD, COVAP, DRAGONN, TopKCompressor, dgc, oktopk
 
 P = 3
 RAISING = [name for name in COMPRESSORS if name not in ("free", "none", "fp16", "covap")]  # those let NaN through
@@ -45,7 +45,12 @@ class Uncompressed(DRAGONN):
         return -1
 
 
-DENSE = [TopK(algo="dense"), TopK(algo="dense", momentum=0.9), Uncompressed(), Uncompressed(momentum=0.9)]
+DENSE = [
+    TopKCompressor(algo="dense"),
+    TopKCompressor(algo="dense", momentum=0.9),
+    Uncompressed(),
+    Uncompressed(momentum=0.9),
+]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -77,7 +82,7 @@ def test_training_goes_on_after_a_bad_gradient(name, value):
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
-@pytest.mark.parametrize("compressor", [OkTopk(0.1), DGC(0.1), "powersgd", "qsgd", "none"], ids=str)
+@pytest.mark.parametrize("compressor", [oktopk(0.1), dgc(0.1), "powersgd", "qsgd", "none"], ids=str)
 def test_a_rank_that_fails_between_messages_fails_the_step_on_all(compressor, number):
     """Several buckets are under way; whoever was ahead leaves the step out with the others."""
 
@@ -107,7 +112,7 @@ def test_another_communicator_keeps_residuals_and_levels_parameters():
     def program(comm):
         model = net()
         inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, OkTopk(0.05), dense_below=0)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, oktopk(0.05), dense_below=0)
         train(comm, model, optimizer, range(3))
         before = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
         if comm.rank == 1:  # one rank has taken a step that the others have not
@@ -187,7 +192,7 @@ def test_state_of_a_step_that_rank_0_has_not_taken_is_removed():
 
 
 @pytest.mark.parametrize(
-    "compressor", [TopK(WarmUp(0.01, steps=8)), ACPSGD(rank=2), COVAP(interval=3, start=1.0)], ids=str
+    "compressor", [TopKCompressor(WarmUp(0.01, steps=8)), ACPSGD(rank=2), COVAP(interval=3, start=1.0)], ids=str
 )
 def test_a_rank_without_data_counts_the_steps_of_the_others(compressor):
     """Compressors that do something else in other steps do the same on all ranks, and nothing is lost."""
@@ -212,7 +217,7 @@ def test_a_rank_without_data_counts_the_steps_of_the_others(compressor):
     torch.testing.assert_close(sum(residuals) - P * moved[0], sum(given), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("compressor", [DGC(0.1), "none"], ids=["dgc", "none"])
+@pytest.mark.parametrize("compressor", [dgc(0.1), "none"], ids=["dgc", "none"])
 def test_a_step_is_not_skipped_after_a_rank_has_left(compressor):
     """With residuals: that rank has kept what it contributed. The error is raised on all ranks."""
 

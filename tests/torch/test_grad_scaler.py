@@ -10,7 +10,7 @@ from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residu
 import sparsecoll
 from sparsecoll import simulate
 from sparsecoll.torch import DistributedOptimizer, HookState, SparseSGD
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 P = 3
 OPTIONS = [{}, {"overlap": False}]
@@ -67,7 +67,7 @@ def scaled(model, optimizer, scaler, ranks, *, no_sync=False, unscale=False, cli
     return scales
 
 
-TOPK = TopK(0.1, "allgather")
+TOPK = TopKCompressor(0.1, "allgather")
 LOOPS = [
     (TOPK, unscale, how, (1,))
     for unscale in (False, True)
@@ -135,7 +135,9 @@ def test_a_scaler_that_was_not_passed_is_refused_on_all_ranks(make, overlap, hit
     assert len(set(simulate(P, program).results)) == 1
 
 
-@pytest.mark.parametrize("make", [partial(made, compressor=TopK(0.1, "allgather")), sgd], ids=["topk", "SparseSGD"])
+@pytest.mark.parametrize(
+    "make", [partial(made, compressor=TopKCompressor(0.1, "allgather")), sgd], ids=["topk", "SparseSGD"]
+)
 @pytest.mark.parametrize("later", ["another", "none", "disabled"])
 def test_a_step_without_the_scaler_that_was_passed_is_refused(make, later):
     """Residuals got gradients that were divided by its scale: it is as if the step had been skipped."""

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsecoll import CommunicationError, simulate
 from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, WarmUp, broadcast, init_process_group
-from sparsecoll.torch.compressors import NesterovTopK, TopK
+from sparsecoll.torch.compressors import TopKCompressor, nesterovtopk
 from sparsecoll.transport import default_comm, launcher
 
 P = 3
@@ -96,7 +96,9 @@ def test_hooks_of_the_state_let_all_ranks_load_rank_0s(tmp_path):
         def made():
             model = net()
             inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-            return model, DistributedOptimizer(inner, model, comm, TopK(0.05, algo="allgather"), dense_below=0)
+            return model, DistributedOptimizer(
+                inner, model, comm, TopKCompressor(0.05, algo="allgather"), dense_below=0
+            )
 
         model, optimizer = made()
         seen = []
@@ -220,7 +222,7 @@ def test_torch_without_distributed_is_refused(monkeypatch):
     ],
 )
 def test_adam_behind_a_top_k_is_told_once(caplog, optimizer, compressor, warnings):
-    own = compressor if isinstance(compressor, str) else TopK(compressor)
+    own = compressor if isinstance(compressor, str) else TopKCompressor(compressor)
 
     def program(comm):
         model = net()
@@ -245,7 +247,7 @@ def test_momentum_in_the_compressor_and_in_the_optimizer_is_told_once(caplog, mo
 
 def test_a_momentum_that_local_optimizer_has_too_is_told_by_its_name(caplog):
     def program(comm):
-        model, compressor = net(), NesterovTopK(0.05)
+        model, compressor = net(), nesterovtopk(0.05)
         LocalOptimizer(torch.optim.AdamW(model.parameters()), model, comm, compressor, outer_momentum=0.9).close()
 
     with caplog.at_level(logging.WARNING, "sparsecoll"):

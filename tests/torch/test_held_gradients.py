@@ -6,7 +6,7 @@ from nets import batch, bits, close, loss_of, mean_loss, net, parameters
 
 from sparsecoll import simulate
 from sparsecoll.torch import DistributedOptimizer
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 from sparsecoll.torch.reduction.bucket import Bucket
 
 P = 3
@@ -101,7 +101,7 @@ def test_gradients_that_nobody_else_has_are_not_copied(monkeypatch, loop, option
     def program(comm):
         model = net()
         optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm, TopK(0.1), **options
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm, TopKCompressor(0.1), **options
         )
         for step in range(3):
             optimizer.zero_grad(set_to_none=loop != "zeros")
@@ -139,7 +139,7 @@ def test_hooks_that_come_after_wrapping_are_seen(edit, options):
             torch.optim.SGD(model.parameters(), 0.1),
             model.named_parameters(),
             comm,
-            TopK(0.1),
+            TopKCompressor(0.1),
             dense_below=0,
             **options,
         )

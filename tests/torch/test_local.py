@@ -9,9 +9,9 @@ from nets import batch, bits, close, loss_of, net, parameters
 from sparsecoll import formats, simulate
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.torch import LocalOptimizer, redistribute
-from sparsecoll.torch.compressors import QSGD, TopK
+from sparsecoll.torch.compressors import QSGD, TopKCompressor
 
-SPARSE = TopK(0.1, "allgather", format=formats.PackedCodes())
+SPARSE = TopKCompressor(0.1, "allgather", format=formats.PackedCodesFormat())
 
 
 def adamw(model):

@@ -16,10 +16,10 @@ from nets import batch, bits, loss_of, net, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 from sparsecoll.torch.reduction import window  # noqa: E402
 
-SPARSE = TopK(0.1, "allgather")
+SPARSE = TopKCompressor(0.1, "allgather")
 TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 25  # lines at which an exception is injected
 
 

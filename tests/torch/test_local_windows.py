@@ -12,9 +12,9 @@ from nets import batch, bits, close, loss_of, net, parameters, residuals  # noqa
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
 from sparsecoll.torch import LocalOptimizer, redistribute  # noqa: E402
-from sparsecoll.torch.compressors import QSGD, TopK  # noqa: E402
+from sparsecoll.torch.compressors import QSGD, TopKCompressor  # noqa: E402
 
-SPARSE = TopK(0.1, "allgather")
+SPARSE = TopKCompressor(0.1, "allgather")
 OPTIONS = {"every": 4, "compressor": SPARSE, "dense_below": 0, "bucket_bytes": 6000}
 
 

@@ -12,7 +12,7 @@ from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residu
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 WAYS = {
     "overlap": {"bucket_bytes": 6000},
@@ -29,7 +29,7 @@ def make(way, comm, model, density=0.1):
     if way == "SparseSGD":
         return SparseSGD(params, 0.1, 0.9, comm=comm, algo="allgather", density=density, model=model)
     wrapper = LocalOptimizer if way == "LocalOptimizer" else DistributedOptimizer
-    compressor = TopK(density, algo="allgather")
+    compressor = TopKCompressor(density, algo="allgather")
     return wrapper(torch.optim.SGD(params, 0.1, 0.9), model, comm, compressor, dense_below=0, **options)
 
 
@@ -118,7 +118,7 @@ def test_no_gradient_of_other_layers_is_lost(how, options, taken):
     def program(comm):
         model = net()
         inner = torch.optim.SGD(model.parameters(), 1.0)
-        compressor = TopK(0.05, algo="allgather")
+        compressor = TopKCompressor(0.05, algo="allgather")
         optimizer = DistributedOptimizer(inner, model, comm, compressor, dense_below=0, **options)
         start, given = model[0].weight.detach().clone(), torch.zeros(24, 12, dtype=torch.float64)
         for step in range(6):
@@ -167,7 +167,9 @@ def test_without_the_model_nothing_leaves():
     def program(comm):
         model = net()
         inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = DistributedOptimizer(inner, list(model.named_parameters()), comm, TopK(0.1), dense_below=0)
+        optimizer = DistributedOptimizer(
+            inner, list(model.named_parameters()), comm, TopKCompressor(0.1), dense_below=0
+        )
         train(comm, model, optimizer, range(2))
         replace(model, optimizer)
         train(comm, model, optimizer, range(2, 4))
@@ -216,7 +218,7 @@ def test_a_table_with_sparse_gradients_makes_room_for_a_dense_one_of_its_name():
     def program(comm):
         model = torch.nn.Sequential(torch.nn.Embedding(50, 4, sparse=True), torch.nn.Linear(4, 2))
         inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = DistributedOptimizer(inner, model, comm, TopK(0.5, row_density=0.1), dense_below=0)
+        optimizer = DistributedOptimizer(inner, model, comm, TopKCompressor(0.5, row_density=0.1), dense_below=0)
 
         def steps(kind):
             for step in range(3):

@@ -6,7 +6,7 @@ from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residu
 
 from sparsecoll import CommunicationError, select, simulate
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 P = 3
 OPTIMIZERS = {
@@ -112,7 +112,7 @@ def test_sparse_embedding_gradients_and_sparse_adam():
         embedding = torch.nn.Embedding(10, 3, sparse=True)
         torch.nn.init.ones_(embedding.weight)
         inner = torch.optim.SparseAdam(embedding.parameters(), 0.1)
-        optimizer = DistributedOptimizer(inner, embedding.named_parameters(), comm, TopK(1.0), dense_below=0)
+        optimizer = DistributedOptimizer(inner, embedding.named_parameters(), comm, TopKCompressor(1.0), dense_below=0)
         for _ in range(2):
             optimizer.zero_grad()
             embedding(torch.tensor([comm.rank, comm.rank, 5])).sum().backward()
@@ -193,7 +193,7 @@ def test_ranks_that_disagree_get_the_same_error():
         inner = torch.optim.SGD(model.parameters(), 0.1)
         density = 0.1 if comm.rank else 0.2
         with pytest.raises(CommunicationError, match=r"compressor\.density: expected the same value") as got:
-            method = TopK(density, "oktopk", select.SampledThreshold())
+            method = TopKCompressor(density, "oktopk", select.SampledThreshold())
             DistributedOptimizer(inner, model.named_parameters(), comm, method)
         assert str(got.value).endswith("got '0.2' on rank 0, '0.1' on rank 1")
         with pytest.raises(CommunicationError, match="compressor: expected the same value on all ranks"):
@@ -218,7 +218,7 @@ def test_added_groups_keep_what_residuals_hold():
     def program(comm):
         model, late = net(), torch.nn.Parameter(torch.full((50,), float(comm.rank)))
         inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, TopK(0.05), dense_below=10)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, TopKCompressor(0.05), dense_below=10)
         train(comm, model, optimizer, range(3))
         before = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
         optimizer.add_param_group({"params": [late], "lr": 0.25})
@@ -241,7 +241,7 @@ def test_a_layer_that_joins_the_optimizer_later_has_one_residual():
         model = net()
         model[0].requires_grad_(False)
         inner = torch.optim.SGD(model[4].parameters(), 0.1)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, TopK(0.05), dense_below=10)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, TopKCompressor(0.05), dense_below=10)
         train(comm, model, optimizer, range(2))
         waiting = residuals(optimizer)["2.weight"]
         model[0].requires_grad_(True)
@@ -295,7 +295,7 @@ def test_buckets_that_are_made_again_between_backward_and_step(how, taken):
     def program(comm):
         a, b = (torch.nn.Parameter(torch.zeros(400), requires_grad=name == "a") for name in "ab")
         known = {"a": a} if how == "add" else {"a": a, "b": b}
-        compressor = TopK(0.05, algo="allgather", follow_lr=True)
+        compressor = TopKCompressor(0.05, algo="allgather", follow_lr=True)
         inner = torch.optim.SGD(known.values(), 1.0)
         optimizer = DistributedOptimizer(inner, known.items(), comm, compressor, dense_below=0)
         generator = torch.Generator().manual_seed(comm.rank)

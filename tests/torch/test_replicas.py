@@ -12,7 +12,7 @@ from nets import batch, bits, loss_of, net, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 
 def wrapped(model, comm, compressor="none", **options):
@@ -105,7 +105,7 @@ def test_buffers_that_cannot_be_sent_leave_gradients_as_they_were():
 
     def program(comm, fails):
         model, alone = net(), net()
-        inner, topk = torch.optim.SGD(model.parameters(), 0.1), TopK(0.1, algo="allgather")
+        inner, topk = torch.optim.SGD(model.parameters(), 0.1), TopKCompressor(0.1, algo="allgather")
         optimizer = DistributedOptimizer(inner, model, comm, topk, dense_below=0)
         train(comm, model, optimizer, range(2))
         if fails:

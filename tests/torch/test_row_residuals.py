@@ -8,7 +8,7 @@ from tables import D, N, P, backward, loss_of, table, train
 import sparsecoll.torch
 from sparsecoll import simulate
 from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 WAYS = ["DistributedOptimizer", "SparseSGD"]
 
@@ -18,7 +18,7 @@ def with_feedback(way, embedding, comm, value_dtype=None, row_density=0.1, momen
     if way == "SparseSGD":
         return SparseSGD(embedding.parameters(), 1.0, momentum, comm=comm, **options)
     inner = torch.optim.SGD(embedding.parameters(), 1.0, momentum)
-    return DistributedOptimizer(inner, embedding, comm, TopK(**options), dense_below=0)
+    return DistributedOptimizer(inner, embedding, comm, TopKCompressor(**options), dense_below=0)
 
 
 def residual_of(optimizer):
@@ -61,7 +61,9 @@ def test_the_largest_rows_are_sent_and_the_others_wait(way, value_dtype):
     assert not torch.allclose(P * results[0][0], total, atol=0.1)
 
 
-@pytest.mark.parametrize(("compressor", "rounds"), [("fp16", "float16"), (TopK(value_dtype="bfloat16"), "bfloat16")])
+@pytest.mark.parametrize(
+    ("compressor", "rounds"), [("fp16", "float16"), (TopKCompressor(value_dtype="bfloat16"), "bfloat16")]
+)
 def test_rows_in_half_precision(compressor, rounds):
     def program(comm):
         embedding = table()
@@ -132,7 +134,9 @@ def test_what_waits_for_a_table_is_sent_with_its_dense_gradients(dense_below, re
 
         def wrapped():
             inner = torch.optim.SGD(embedding.parameters(), 1.0)
-            return DistributedOptimizer(inner, embedding, comm, TopK(1.0, row_density=0.1), dense_below=dense_below)
+            return DistributedOptimizer(
+                inner, embedding, comm, TopKCompressor(1.0, row_density=0.1), dense_below=dense_below
+            )
 
         optimizer = wrapped()
         for step in range(4):
@@ -170,7 +174,7 @@ def test_clipping_is_that_of_dense_gradients(clip, scaled, row_density, clip_by)
             embedding = table(torch.float64)
             embedding.sparse = sparse
             inner = torch.optim.SGD(embedding.parameters(), 0.1)
-            compressor = TopK(1.0, "dense", clip=clip, clip_by=clip_by, row_density=row_density)
+            compressor = TopKCompressor(1.0, "dense", clip=clip, clip_by=clip_by, row_density=row_density)
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
             optimizer = DistributedOptimizer(inner, embedding, comm, compressor, dense_below=0, grad_scaler=scaler)
             for step in range(3):
@@ -189,7 +193,7 @@ def test_clipping_is_that_of_dense_gradients(clip, scaled, row_density, clip_by)
 
 def test_what_row_density_refuses():
     with pytest.raises(ValueError, match=r"row_density: expected in \(0, 1\], got 2"):
-        TopK(row_density=2)
+        TopKCompressor(row_density=2)
 
     def program(comm):
         embedding = table()

@@ -18,7 +18,7 @@ from one_bucket import (  # noqa: E402
 
 from sparsecoll import CommunicationError, Network, simulate  # noqa: E402
 from sparsecoll.torch import Constant, DistributedOptimizer, Schedule, SparseSGD, WarmUp  # noqa: E402
-from sparsecoll.torch.compressors import DRAGONN, RandomK, StepContext, TopK  # noqa: E402
+from sparsecoll.torch.compressors import DRAGONN, RandomKCompressor, StepContext, TopKCompressor  # noqa: E402
 from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
@@ -54,10 +54,12 @@ class ByFunction(Schedule):
         return self.function(step)
 
 
-@pytest.mark.parametrize("compressor", [TopK, RandomK, lambda density: TopK({"*": density}), DRAGONN])
+@pytest.mark.parametrize(
+    "compressor", [TopKCompressor, RandomKCompressor, lambda density: TopKCompressor({"*": density}), DRAGONN]
+)
 def test_a_schedule_is_asked_for_steps_that_are_taken_only(compressor):
     results, own = one(compressor(Table(0.2, 0.1, 0.05)), normal(2, 400), steps=3)[0]
-    if isinstance(own, TopK) and not isinstance(own, DRAGONN):
+    if isinstance(own, TopKCompressor) and not isinstance(own, DRAGONN):
         assert np.count_nonzero(results[2]) <= 2 * 20 < np.count_nonzero(results[0])
 
 
@@ -74,7 +76,7 @@ def test_a_schedule_is_asked_for_steps_that_are_taken_only(compressor):
 def test_a_density_whose_end_is_not_known_counts_as_low(caplog, schedule, warnings):
     model = net()
     with caplog.at_level(logging.WARNING, "sparsecoll"):
-        DistributedOptimizer(torch.optim.AdamW(model.parameters()), model, None, TopK(schedule)).close()
+        DistributedOptimizer(torch.optim.AdamW(model.parameters()), model, None, TopKCompressor(schedule)).close()
     assert caplog.text.count("AdamW divides by its own size") == warnings
 
 
@@ -113,19 +115,19 @@ def test_where_schedules_settle():
     assert Constant(0.2).settles_at() == 0.2 and Plain().settles_at() is None
     assert WarmUp(0.001, 8).settles_at() == WarmUp(0.001, 8).at(1000)
     with pytest.raises(ValueError, match=r"density: expected in \(0, 1\], got 2"):
-        TopK(Settled(2, 0.1))
+        TopKCompressor(Settled(2, 0.1))
 
 
 def test_schedules_are_compared_by_their_attributes():
     def program(comm):
         for schedule in (Plain(), Table(0.5, 0.1), ByFunction(lambda step: 0.5)):
             model = net(dtype=torch.float32)
-            compressor = TopK({"0.*": schedule, "*": 0.1})
+            compressor = TopKCompressor({"0.*": schedule, "*": 0.1})
             optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, compressor)
             train(comm, model, optimizer, range(2), torch.float32)
             optimizer.close()
         with pytest.raises(CommunicationError, match=r"compressor.density: .*Table\(densities=\(0.5, 0.2\)\)"):
-            given = TopK(Table(0.5, 0.1 + 0.1 * comm.rank))
+            given = TopKCompressor(Table(0.5, 0.1 + 0.1 * comm.rank))
             DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, given)
 
     simulate(2, program)
@@ -165,11 +167,11 @@ class Faulty(Schedule):
 
 
 WAYS = {  # what takes a schedule, and what errors call it
-    "topk": (TopK, "entries by density"),
-    "by layer": (lambda density: TopK({"0.*": density, "*": 0.5}), "entries by density"),
-    "randomk": (RandomK, "entries by density"),
+    "topk": (TopKCompressor, "entries by density"),
+    "by layer": (lambda density: TopKCompressor({"0.*": density, "*": 0.5}), "entries by density"),
+    "randomk": (RandomKCompressor, "entries by density"),
     "dragonn": (lambda density: DRAGONN(density, selective=False), "entries by density"),
-    "rows": (lambda density: TopK(0.1, row_density=density), "rows by row_density"),
+    "rows": (lambda density: TopKCompressor(0.1, row_density=density), "rows by row_density"),
     "SparseSGD": (None, "entries by density"),
 }
 

@@ -15,7 +15,7 @@ from nets import EXACT, P, batch, bits, close, compared, loss_of, mean_loss, net
 import sparsecoll  # noqa: E402
 from sparsecoll import Allgather, SparseVector, select, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 SETTINGS = [
     {},
@@ -199,7 +199,7 @@ def test_sums_do_not_change_with_the_residual(algo, ranks):
         inner, options = torch.optim.SGD(other.parameters(), 0.5), {"bucket_bytes": None, "dense_below": 0}
         # SparseSGD lays parameters out as they are registered
         named = list(other.named_parameters())
-        wrapped = DistributedOptimizer(inner, named, comm, TopK(0.5, algo), overlap=False, **options)
+        wrapped = DistributedOptimizer(inner, named, comm, TopKCompressor(0.5, algo), overlap=False, **options)
         wrapped._engine._reducer.buckets.order = [name for name, _ in named]
         train(comm, model, own, range(3))
         train(comm, other, wrapped, range(3))

@@ -13,7 +13,7 @@ from nets import P, batch, bits, loss_of, net, parameters, residuals, sparse, tr
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
-from sparsecoll.torch.compressors import ACPSGD, COVAP, Compressor, OkTopk, PowerSGD, RandomK, TopK  # noqa: E402
+from sparsecoll.torch.compressors import ACPSGD, COVAP, Compressor, PowerSGD, RandomKCompressor, TopKCompressor, oktopk  # noqa: E402
 
 
 @pytest.mark.parametrize("make", [sparse, wrapped])
@@ -96,7 +96,7 @@ def test_what_waits_is_sent_by_parameters_that_are_small_after_loading():
         start, given = parameters(model), [torch.zeros_like(p) for p in model.parameters()]
         for step, dense_below in enumerate([0, 10_000]):
             inner = torch.optim.SGD(model.parameters(), 1.0)
-            optimizer = DistributedOptimizer(inner, model, comm, OkTopk(0.05), dense_below=dense_below)
+            optimizer = DistributedOptimizer(inner, model, comm, oktopk(0.05), dense_below=dense_below)
             if state is not None:
                 optimizer.load_state_dict(state)
             optimizer.zero_grad()
@@ -117,7 +117,7 @@ def test_what_waits_is_sent_by_parameters_that_are_small_after_loading():
 
 
 @pytest.mark.parametrize(
-    "given", ["auto", "oktopk", RandomK(0.1), COVAP(interval=2)], ids=lambda c: getattr(c, "name", c)
+    "given", ["auto", "oktopk", RandomKCompressor(0.1), COVAP(interval=2)], ids=lambda c: getattr(c, "name", c)
 )
 @pytest.mark.parametrize("change", [(0, 10_000), (10_000, 0), (0, 10_000, 0)], ids=str)
 def test_parameters_are_compressed_or_not_by_another_limit_after_loading(given, change):
@@ -127,7 +127,7 @@ def test_parameters_are_compressed_or_not_by_another_limit_after_loading(given, 
         model, state = net(dtype=torch.float32), None
         for dense_below in change:
             inner = torch.optim.SGD(model.parameters(), 0.1)
-            compressor = given if isinstance(given, Compressor) else TopK(0.05, given)
+            compressor = given if isinstance(given, Compressor) else TopKCompressor(0.05, given)
             optimizer = DistributedOptimizer(inner, model, comm, compressor, bucket_bytes=None, dense_below=dense_below)
             if state is not None:
                 optimizer.load_state_dict(state)
@@ -145,7 +145,7 @@ def test_residuals_follow_the_learning_rate_after_loading(how):
     def program(comm):
         def made(bucket_bytes):
             params = {name: torch.nn.Parameter(torch.zeros(40)) for name in "ab"}
-            inner, compressor = torch.optim.SGD(params.values(), 1.0), TopK(0.1, "allgather", follow_lr=True)
+            inner, compressor = torch.optim.SGD(params.values(), 1.0), TopKCompressor(0.1, "allgather", follow_lr=True)
             options = {"bucket_bytes": bucket_bytes, "dense_below": 0}
             return sum(params.values()), DistributedOptimizer(inner, params.items(), comm, compressor, **options)
 

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
 import sparsecoll.torch
 from sparsecoll import simulate
 from sparsecoll.torch import DistributedOptimizer, SparseSGD, WarmUp
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 
 def local(comm, model):
     return sparsecoll.torch.LocalOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), model, comm, every=2, compressor=TopK(0.1)
+        torch.optim.SGD(model.parameters(), 0.1), model, comm, every=2, compressor=TopKCompressor(0.1)
     )
 
 
@@ -29,7 +29,9 @@ def scheduled(comm, model):
 
 def views(comm, model):
     inner = torch.optim.SGD(model.parameters(), 0.1)
-    return DistributedOptimizer(inner, model.named_parameters(), comm, TopK(0.1), gradient_as_bucket_view=True)
+    return DistributedOptimizer(
+        inner, model.named_parameters(), comm, TopKCompressor(0.1), gradient_as_bucket_view=True
+    )
 
 
 @pytest.mark.parametrize("make", [sparse, scheduled, wrapped, views, local])
@@ -88,7 +90,7 @@ class WithoutRate(torch.optim.Optimizer):
 
 
 def without_rate(comm, model):
-    return DistributedOptimizer(WithoutRate(model.parameters()), model.named_parameters(), comm, TopK(0.1))
+    return DistributedOptimizer(WithoutRate(model.parameters()), model.named_parameters(), comm, TopKCompressor(0.1))
 
 
 @pytest.mark.parametrize("make", [wrapped, without_rate, sparse, local])

@@ -13,7 +13,7 @@ from oracles import oracle
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
-from sparsecoll.algorithms import resolve
+from sparsecoll.algorithms import as_algorithm
 from sparsecoll.transport.call import CollectiveCall, number_of_name
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.tags import FIRST_TAG, KEPT, NUMBERS, PHASES, TAGS, parts_of, tag_of
@@ -28,7 +28,7 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(name, P):
     """At its first, second, ... send and receive, in a call that is new and in one that all have agreed on before."""
 
     def program(comm, culprit, method, number, known):
-        x, algo = case("random", comm.rank, P), resolve(algorithm(name))
+        x, algo = case("random", comm.rank, P), as_algorithm(algorithm(name))
         if known:
             sparsecoll.allreduce(comm, x, algo, k=K)
         if comm.rank == culprit:
@@ -72,7 +72,7 @@ def test_truncated_and_overlong_messages_raise_on_all(name, P):
     }
 
     def program(comm, damage, number):
-        x, algo = case("random", comm.rank, P), resolve(algorithm(name))
+        x, algo = case("random", comm.rank, P), as_algorithm(algorithm(name))
         transport, original, seen, hit = comm.transport, comm.transport._take, [0], [False]
 
         def damaged(source, tag):
@@ -325,7 +325,7 @@ def test_algorithms_forget_what_a_failed_call_may_have_left_different():
     """Thresholds and boundaries are found anew on all ranks, so that all hold the same again."""
 
     def program(comm):
-        x, algo = case("random", comm.rank, 4), resolve("oktopk")
+        x, algo = case("random", comm.rank, 4), as_algorithm("oktopk")
         sparsecoll.allreduce(comm, x, algo, k=K)
         if comm.rank == 2:
             fail_at(comm.transport, "isend", 2)

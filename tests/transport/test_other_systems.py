@@ -40,7 +40,6 @@ import sparsecoll
 from sparsecoll.bench import timing
 from sparsecoll.cli import doctor
 from sparsecoll.kernels import threads
-from sparsecoll.transport.launcher import machine
 
 def program(transport):
     x = sparsecoll.SparseVector([transport.rank, 9], np.array([1.0, 2.0]), 10)
@@ -52,7 +51,7 @@ def program(transport):
 
 sums = socket_ranks.run(3, program, timeout=60)
 assert sums == [[1, 1, 1, 0, 0, 0, 0, 0, 0, 6]] * 3, sums
-assert threads.cores() >= 1 and machine() == machine()
+assert threads.cores() >= 1
 timing._reset_peak_memory()
 print(timing._memory("VmRSS"), timing.about()["machine"])
 print(*(finding.subject for finding in doctor.examine(None)))

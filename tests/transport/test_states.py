@@ -9,7 +9,7 @@ from failing import K
 
 import sparsecoll
 from sparsecoll import CommunicationError, simulate
-from sparsecoll.algorithms import resolve
+from sparsecoll.algorithms import as_algorithm
 from sparsecoll.algorithms.base import digest
 from sparsecoll.transport import LocalTransport
 from sparsecoll.transport.call import stamped
@@ -50,7 +50,7 @@ DIFFERENT += [(name, other_boundaries) for name in ("exdyna", "oktopk")]
 
 
 def made(name):
-    return sparsecoll.Hierarchical(inner=WITHIN[name]) if name in WITHIN else resolve(name)
+    return sparsecoll.Hierarchical(inner=WITHIN[name]) if name in WITHIN else as_algorithm(name)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_new_object_on_any_rank_is_refused_after_any_call(name, P):
 @pytest.mark.parametrize("name", STATEFUL)
 def test_states_are_compared_without_a_message(name):
     def program(comm):
-        algo, agreed = resolve(name), []
+        algo, agreed = as_algorithm(name), []
         for kind in ("random", "random", "one_region", "ties"):
             reduction = sparsecoll.allreduce(comm, case(kind, comm.rank, 4), algo, k=K, return_reduction=True)
             agreed.append("agree" in reduction.traffic.phases)
@@ -142,7 +142,7 @@ def test_a_state_of_elsewhere_takes_messages_once(name):
     """Loaded, or of another communicator, the same on all ranks; one that a call has left is known."""
 
     def program(comm):
-        x, algo, agreed = case("random", comm.rank, 5), resolve(name), []
+        x, algo, agreed = case("random", comm.rank, 5), as_algorithm(name), []
         sparsecoll.allreduce(comm, x, name, k=K)
         for turn in range(5):
             if turn == 2:

@@ -1,4 +1,4 @@
-"""Compressors. To add one: a file with a Compressor dataclass (or a preset of TopK), a line in COMPRESSORS, a test.
+"""Compressors. To add one: a file with a Compressor dataclass (or a preset of TopKCompressor), a line here, and a test.
 
 The contract tests (same bits on all ranks, gradient mass conserved where that is promised, resume bit for bit) run over
 the registry.
@@ -24,31 +24,31 @@ from sparsecoll.torch.compressors.fp16 import FP16 as FP16
 from sparsecoll.torch.compressors.none import NoCommunication as NoCommunication, NoCompression as NoCompression
 from sparsecoll.torch.compressors.powersgd import PowerSGD as PowerSGD
 from sparsecoll.torch.compressors.presets import (
-    DGC as DGC,
-    DenseStream as DenseStream,
-    GaussianK as GaussianK,
-    MSTopK as MSTopK,
-    NesterovTopK as NesterovTopK,
-    OkTopk as OkTopk,
+    densestream as densestream,
+    dgc as dgc,
+    gaussiank as gaussiank,
+    mstopk as mstopk,
+    nesterovtopk as nesterovtopk,
+    oktopk as oktopk,
 )
-from sparsecoll.torch.compressors.qsgd import QSGD as QSGD, EFSignSGD as EFSignSGD
-from sparsecoll.torch.compressors.randomk import RandomK as RandomK
-from sparsecoll.torch.compressors.topk import TopK as TopK
+from sparsecoll.torch.compressors.qsgd import QSGD as QSGD, efsignsgd as efsignsgd
+from sparsecoll.torch.compressors.randomk import RandomKCompressor as RandomKCompressor
+from sparsecoll.torch.compressors.topk import TopKCompressor as TopKCompressor
 
 COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "none": NoCompression,
     "free": NoCommunication,
     "fp16": FP16,
-    "topk": TopK,
-    "nesterovtopk": NesterovTopK,
-    "oktopk": OkTopk,
-    "densestream": DenseStream,
-    "dgc": DGC,
-    "gaussiank": GaussianK,
-    "mstopk": MSTopK,
-    "randomk": RandomK,
+    "topk": TopKCompressor,
+    "nesterovtopk": nesterovtopk,
+    "oktopk": oktopk,
+    "densestream": densestream,
+    "dgc": dgc,
+    "gaussiank": gaussiank,
+    "mstopk": mstopk,
+    "randomk": RandomKCompressor,
     "dragonn": DRAGONN,
-    "efsignsgd": EFSignSGD,
+    "efsignsgd": efsignsgd,
     "qsgd": QSGD,
     "powersgd": PowerSGD,
     "acpsgd": ACPSGD,
@@ -56,19 +56,19 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
 }
 
 
-def resolve(compressor: str | Compressor | Algorithm) -> Compressor:
+def as_compressor(compressor: str | Compressor | Algorithm) -> Compressor:
     """Return the compressor that a user's `compressor=` stands for.
 
     Args:
         compressor: name in `COMPRESSORS`, for that compressor with default options; a Compressor, which is copied; or
-            an Algorithm, for `TopK(algo=compressor)`.
+            an Algorithm, for `TopKCompressor(algo=compressor)`.
 
     Raises:
         ValueError: No compressor has the name.
         TypeError: `compressor` is none of these.
     """
     if isinstance(compressor, Algorithm):
-        return TopK(algo=copy.deepcopy(compressor))
+        return TopKCompressor(algo=copy.deepcopy(compressor))
     if isinstance(compressor, Compressor):
         return copy.deepcopy(compressor)
     if not isinstance(compressor, str):

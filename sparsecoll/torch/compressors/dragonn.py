@@ -10,11 +10,11 @@ import numpy as np
 from sparsecoll import formats, select
 from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.auto.costmodel import CALL, UNION, VALUE
-from sparsecoll.formats import Format, Slots
+from sparsecoll.formats import Format, SlotsFormat
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import DENSE, StepContext, write_mean
-from sparsecoll.torch.compressors.topk import TopK
+from sparsecoll.torch.compressors.topk import TopKCompressor
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.network import Network
@@ -24,7 +24,7 @@ INDEX_BYTES = 4  # of a slot
 
 
 @dataclass
-class DRAGONN(TopK):
+class DRAGONN(TopKCompressor):
     """Writes about k entries above a threshold to k slots by a hash of their index, and gathers the slots.
 
     1. Select entries and write them to slots (Algorithm 1). Entries that lose their slot stay in the residual.
@@ -46,22 +46,22 @@ class DRAGONN(TopK):
     Volume: 2k(P-1) words if compressed, otherwise 2n(P-1)/P.
 
     Args:
-        density: as in `TopK`.
+        density: as in `TopKCompressor`.
         selector: the selector that finds the threshold, which the paper assumes to be given (default:
             SampledThreshold()).
-        value_dtype: as in `TopK`.
-        momentum: as in `TopK`.
-        nesterov: as in `TopK`.
-        follow_lr: as in `TopK`.
-        clip: as in `TopK`.
-        clip_by: as in `TopK`.
-        row_density: as in `TopK`.
+        value_dtype: as in `TopKCompressor`.
+        momentum: as in `TopKCompressor`.
+        nesterov: as in `TopKCompressor`.
+        follow_lr: as in `TopKCompressor`.
+        clip: as in `TopKCompressor`.
+        clip_by: as in `TopKCompressor`.
+        row_density: as in `TopKCompressor`.
         selective: whether only buckets for which it pays off are compressed (default: True), or all.
         seed: seed of the hash functions (default: 0).
         network: alpha and beta of equation (1); None, the default, for those that `sparsecoll.Auto` assumes.
 
     Raises:
-        ValueError: An option of `TopK` is out of range.
+        ValueError: An option of `TopKCompressor` is out of range.
     """
 
     name = "dragonn"
@@ -92,7 +92,7 @@ class DRAGONN(TopK):
         chosen = super()._selected(acc)
         assert isinstance(chosen, SparseVector)
         self.check_finite(chosen)
-        self._slots = Slots(max(self._k, 1), mix(self.seed, self.context.step))
+        self._slots = SlotsFormat(max(self._k, 1), mix(self.seed, self.context.step))
         return self._slots.roundtrip(chosen, self.value_dtype)
 
     def communicate(self, transport: Transport, message: Vector) -> Any:

@@ -1,4 +1,4 @@
-"""Top-k methods, ours and published ones, as presets: functions that return a `TopK` with other defaults."""
+"""Top-k methods, ours and published ones, as presets: functions that return a `TopKCompressor` with other defaults."""
 
 from __future__ import annotations
 
@@ -6,63 +6,63 @@ from typing import Any
 
 from sparsecoll import algorithms, select
 from sparsecoll.torch.compressors.schedule import Density
-from sparsecoll.torch.compressors.topk import TopK
+from sparsecoll.torch.compressors.topk import TopKCompressor
 
 
-def NesterovTopK(density: Density = 0.01, **options: Any) -> TopK:
-    """The setting of `TopK` that stayed within 0.2 points of dense training with SGD (see docs/convergence.md).
+def nesterovtopk(density: Density = 0.01, **options: Any) -> TopKCompressor:
+    """The setting of TopKCompressor that stayed within 0.2 points of dense training with SGD (docs/convergence.md).
 
     Each rank's top k with values of 4 bits, an allgather, and a Nesterov momentum of 0.7 with momentum correction and
     factor masking (Deep Gradient Compression, sections 3.1 to 3.3). In place of SGD with momentum 0.9, use it with
     `torch.optim.SGD` without momentum at three times the learning rate, and with `density=WarmUp(0.01, steps)`, where
     `steps` is 2 % of all steps. The delay in the residual acts like momentum, so that 0.7 is enough.
 
-    Volume: about 1.5k(P-1) bytes at a density of 1 %, which grows with P: for many ranks use `OkTopk`.
+    Volume: about 1.5k(P-1) bytes at a density of 1 %, which grows with P: for many ranks use `oktopk`.
 
     Args:
-        density: k as a fraction of a bucket, as in `TopK` (default: 0.01).
-        **options: further options of `TopK`.
+        density: k as a fraction of a bucket, as in `TopKCompressor` (default: 0.01).
+        **options: further options of `TopKCompressor`.
 
     Returns:
-        TopK with `algo="allgather"`, `format="packed_codes"`, `momentum=0.7` and `nesterov=True`.
+        TopKCompressor with `algo="allgather"`, `format="packed_codes"`, `momentum=0.7` and `nesterov=True`.
     """
     defaults = {"algo": "allgather", "format": "packed_codes", "momentum": 0.7, "nesterov": True}
     return _named("nesterovtopk", density, defaults, options)
 
 
-def OkTopk(density: Density = 0.01, **options: Any) -> TopK:
+def oktopk(density: Density = 0.01, **options: Any) -> TopKCompressor:
     """Ok-Topk (Li and Hoefler, PPoPP 2022): the top k of the sum of the top k of all ranks.
 
     Volume: 2k(P-1)/P to 6k(P-1)/P words.
 
     Args:
-        density: k as a fraction of a bucket, as in `TopK` (default: 0.01).
-        **options: further options of `TopK`; `algo=sparsecoll.OkTopk(...)` sets those of the allreduce.
+        density: k as a fraction of a bucket, as in `TopKCompressor` (default: 0.01).
+        **options: further options of `TopKCompressor`; `algo=sparsecoll.OkTopk(...)` sets those of the allreduce.
 
     Returns:
-        TopK with `algo="oktopk"`.
+        TopKCompressor with `algo="oktopk"`.
     """
     return _named("oktopk", density, {"algo": "oktopk"}, options)
 
 
-def DenseStream(density: Density = 0.01, **options: Any) -> TopK:
+def densestream(density: Density = 0.01, **options: Any) -> TopKCompressor:
     """DenseStream (Algorithm 2 of the paper: TopkDSA with DenseStream blocks): the exact sum of the top k of all ranks.
 
     Inside blocks, true values are sent instead of zeros, in the same number of bytes (`fill`, end of section IV.B), but
     not with a selector or a density by layer. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
 
     Args:
-        density: as in `TopK`.
-        **options: of `TopK`.
+        density: as in `TopKCompressor`.
+        **options: of `TopKCompressor`.
 
     Returns:
-        TopK with `algo=sparsecoll.DenseStream(fill=True)` and `format="densestream"`.
+        TopKCompressor with `algo=sparsecoll.DenseStream(fill=True)` and `format="densestream"`.
     """
     defaults = {"algo": algorithms.DenseStream(fill=True), "format": "densestream"}
     return _named("densestream", density, defaults, options)
 
 
-def DGC(density: Density = 0.01, **options: Any) -> TopK:
+def dgc(density: Density = 0.01, **options: Any) -> TopKCompressor:
     """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018).
 
     Top-k by a sampled threshold, with momentum correction, factor masking, local clipping and warm-up:
@@ -77,47 +77,47 @@ def DGC(density: Density = 0.01, **options: Any) -> TopK:
     `density=WarmUp(0.001, steps)` (warm up to the density of 0.001, section 3.4).
 
     Args:
-        density: as in `TopK`.
-        **options: of `TopK`; an `algo` that selects by itself, or "dense", needs `selector=None`.
+        density: as in `TopKCompressor`.
+        **options: of `TopKCompressor`; an `algo` that selects by itself, or "dense", needs `selector=None`.
 
     Returns:
-        TopK with `algo="allgather"`, `selector=select.SampledThreshold()` and `momentum=0.9`.
+        TopKCompressor with `algo="allgather"`, `selector=select.SampledThreshold()` and `momentum=0.9`.
     """
     defaults = {"algo": "allgather", "selector": select.SampledThreshold(), "momentum": 0.9}
     return _named("dgc", density, defaults, options)
 
 
-def GaussianK(density: Density = 0.01, **options: Any) -> TopK:
+def gaussiank(density: Density = 0.01, **options: Any) -> TopKCompressor:
     """Gaussian-k (Shi, Chu, Cheung, See, "Understanding Top-k Sparsification in Distributed Deep Learning", 2019).
 
     Selects about k entries above a threshold computed from mean and deviation; their number differs between ranks.
 
     Args:
-        density: as in `TopK`.
-        **options: of `TopK`.
+        density: as in `TopKCompressor`.
+        **options: of `TopKCompressor`.
 
     Returns:
-        TopK with `algo="allgather"` and `selector=select.GaussianK()`.
+        TopKCompressor with `algo="allgather"` and `selector=select.GaussianK()`.
     """
     return _named("gaussiank", density, {"algo": "allgather", "selector": select.GaussianK()}, options)
 
 
-def MSTopK(density: Density = 0.01, **options: Any) -> TopK:
+def mstopk(density: Density = 0.01, **options: Any) -> TopKCompressor:
     """MSTopK (Shi and others, "Towards Scalable Distributed Training ... on Public Cloud Clusters", MLSys 2021).
 
     Selects the k entries between two thresholds found by multiple sampling.
 
     Args:
-        density: as in `TopK`.
-        **options: of `TopK`.
+        density: as in `TopKCompressor`.
+        **options: of `TopKCompressor`.
 
     Returns:
-        TopK with `algo="allgather"` and `selector=select.MSTopK()`.
+        TopKCompressor with `algo="allgather"` and `selector=select.MSTopK()`.
     """
     return _named("mstopk", density, {"algo": "allgather", "selector": select.MSTopK()}, options)
 
 
-def _named(name: str, density: Density, defaults: dict[str, Any], options: dict[str, Any]) -> TopK:
-    made = TopK(density, **{**defaults, **options})
+def _named(name: str, density: Density, defaults: dict[str, Any], options: dict[str, Any]) -> TopKCompressor:
+    made = TopKCompressor(density, **{**defaults, **options})
     made.given_name = name
     return made

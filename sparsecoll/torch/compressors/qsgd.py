@@ -24,7 +24,7 @@ class QSGD(ErrorFeedback):
     Volume: 2n(P-1)/P * (bits + 32/bucket)/32 words. The paper: Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017.
 
     Args:
-        bits: bits per value, sign included: 8 (the default), 4 or 2; or 1 with `feedback`, see `EFSignSGD`.
+        bits: bits per value, sign included: 8 (the default), 4 or 2; or 1 with `feedback`, see `efsignsgd`.
         bucket: number of values that share a scale (default: 512).
         feedback: keep the rounding errors, of the sums too, and add them to the next gradient (default: False, as in
             the paper). Values are then rounded to the nearest level, and with 2 bits the levels are 5/8 and 15/8 of the
@@ -82,7 +82,7 @@ class QSGD(ErrorFeedback):
         pass
 
 
-def EFSignSGD(bucket: int = 512) -> QSGD:
+def efsignsgd(bucket: int = 512) -> QSGD:
     """EF-SignSGD (Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD", ICML 2019).
 
     Each rank sends the signs of acc, one bit per value, and the mean of |acc| of each bucket of values:

@@ -16,7 +16,7 @@ from sparsecoll.vector import DenseVector, SparseVector
 
 
 @dataclass
-class RandomK(ErrorFeedback):
+class RandomKCompressor(ErrorFeedback):
     """Sends k random coordinates, the same on all ranks, with error feedback (Stich, Cordonnier, Jaggi, NeurIPS 2018).
 
     The random number generators of NumPy and torch are not used. Volume: 2k(P-1)/P words, since the dense allreduce

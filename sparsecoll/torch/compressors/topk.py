@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparsecoll import select
-from sparsecoll.algorithms import Algorithm, Reduction, resolve
+from sparsecoll.algorithms import Algorithm, Reduction, as_algorithm
 from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
@@ -23,7 +23,7 @@ from sparsecoll.vector import DenseVector, SparseVector
 
 
 @dataclass
-class TopK(ErrorFeedback):
+class TopKCompressor(ErrorFeedback):
     """Each rank sends about the k largest entries of residual + gradient (Stich, Cordonnier, Jaggi, NeurIPS 2018).
 
     1. acc = residual + gradient, of which about k entries are selected, in one pass over memory.
@@ -87,7 +87,7 @@ class TopK(ErrorFeedback):
     row_density: Density | None = None
 
     def __post_init__(self) -> None:
-        densities, algorithm = Densities.of(self.density), resolve(self.algo)
+        densities, algorithm = Densities.of(self.density), as_algorithm(self.algo)
         if self.row_density is not None:
             with as_row_density():
                 Densities.of(self.row_density)
@@ -113,7 +113,7 @@ class TopK(ErrorFeedback):
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
         self._densities = Densities.of(self.density)
-        self._algorithm = copy.deepcopy(resolve(self.algo))
+        self._algorithm = copy.deepcopy(as_algorithm(self.algo))
         if self.selector is not None:
             self._algorithm.selector = copy.deepcopy(self.selector)
         self._clears = layout.device is CPU and self._reads_acc_once()
@@ -134,7 +134,7 @@ class TopK(ErrorFeedback):
         if not self.momentum and self.clip is None:
             return super().for_small()
         own = {name: getattr(self, name) for name in ("momentum", "nesterov", "clip", "clip_by")}
-        return TopK(1.0, "dense", **own)
+        return TopKCompressor(1.0, "dense", **own)
 
     def for_rows(self) -> dict[str, Any]:
         return super().for_rows() | {

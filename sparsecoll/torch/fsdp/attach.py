@@ -15,7 +15,7 @@ from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.collectives.options import NOTHING, CallOptions
 from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
 from sparsecoll.select import Vector
-from sparsecoll.torch.compressors import FP16, Compressor, NoCompression, TopK, resolve
+from sparsecoll.torch.compressors import FP16, Compressor, NoCompression, TopKCompressor, as_compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.failures import Failures
 from sparsecoll.torch.fsdp.groups import Group, groups_of
@@ -106,13 +106,13 @@ def attach(
 
 
 def _checked(compressor: str | Compressor | Algorithm, has_replicas: bool) -> Compressor:
-    own = resolve(compressor)
+    own = as_compressor(compressor)
     if own.needs_all_buckets:
         raise ValueError(
             f"compressor: expected one that works bucket by bucket, got {own.name!r}, which needs the lengths of all"
             " buckets"
         )
-    if isinstance(own, TopK) and own.clip is not None:
+    if isinstance(own, TopKCompressor) and own.clip is not None:
         raise ValueError(
             f"clip: expected None for parameters whose norm no rank knows, got {own.clip}; clip the mean with"
             " torch.nn.utils.clip_grad_norm_"
@@ -221,14 +221,18 @@ class ScatteredFP16(Scattered, FP16):
 
 
 @dataclass
-class ScatteredTopK(Scattered, TopK):
+class ScatteredTopK(Scattered, TopKCompressor):
     """The exact sum of the top k of all ranks, in the region of each.
 
     Every entry goes straight to the rank that owns its region. Volume: 2k(P-1)/P words if entries are spread evenly.
     """
 
 
-SCATTERED: dict[type, type[Scattered]] = {NoCompression: ScatteredSum, FP16: ScatteredFP16, TopK: ScatteredTopK}
+SCATTERED: dict[type, type[Scattered]] = {
+    NoCompression: ScatteredSum,
+    FP16: ScatteredFP16,
+    TopKCompressor: ScatteredTopK,
+}
 EXACT = (algorithms.Auto, algorithms.Allgather)  # the exact sum of what the ranks selected, and nothing more
 
 
@@ -244,13 +248,13 @@ def scattered(compressor: Compressor) -> Compressor:
             f"compressor: expected 'topk', 'fp16' or 'none' without replicas, got {compressor.name!r}: the other"
             " methods have no reduce-scatter"
         )
-    if isinstance(compressor, TopK):
+    if isinstance(compressor, TopKCompressor):
         _check_topk(compressor)
     return kind(**{f.name: getattr(compressor, f.name) for f in fields(compressor) if f.init})
 
 
-def _check_topk(topk: TopK) -> None:
-    algorithm: Algorithm = algorithms.resolve(topk.algo)
+def _check_topk(topk: TopKCompressor) -> None:
+    algorithm: Algorithm = algorithms.as_algorithm(topk.algo)
     if not isinstance(algorithm, EXACT):
         raise ValueError(f"algo: expected 'auto' without replicas, where sums are scattered, got {algorithm.name!r}")
     if isinstance(topk.density, Mapping):

@@ -11,7 +11,7 @@ import torch
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.torch.compressors import Compressor, resolve
+from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import LOCAL, STATE
@@ -163,7 +163,7 @@ class DistributedOptimizer(Wrapper):
 
     Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows and take no memory of the table's size;
     `p.grad` is then the mean as a coalesced sparse tensor. The sum is exact, unless the compressor has a `row_density`
-    or a `value_dtype` (`TopK`, `FP16`).
+    or a `value_dtype` (`TopKCompressor`, `FP16`).
 
     A step that fails or is skipped does not change the residuals.
 
@@ -240,7 +240,7 @@ class DistributedOptimizer(Wrapper):
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
             options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout)
-            own = resolve(compressor)
+            own = as_compressor(compressor)
             refuse_wrapped(model, "named_parameters")
             return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
 

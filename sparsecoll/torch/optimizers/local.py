@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import check_integer
-from sparsecoll.torch.compressors import Compressor, resolve
+from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.optimizers.distributed import Wrapper, of_optimizer
 from sparsecoll.torch.reduction.grad_scaler import forget, is_called_by_scaler
 from sparsecoll.torch.reduction.window import Window, is_finite
@@ -109,7 +109,7 @@ class LocalOptimizer(Wrapper):
         def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, torch.optim.SGD]:
             check_integer("every", every, 1)
             refuse_wrapped(model, "named_parameters")
-            own, options = resolve(compressor), Options(bucket_bytes, dense_below, False, False, verify, timeout)
+            own, options = as_compressor(compressor), Options(bucket_bytes, dense_below, False, False, verify, timeout)
             given = of_optimizer(optimizer, named(named_parameters))
             check_whole(given.values())
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -83,8 +83,8 @@ class SparseSGD(torch.optim.Optimizer):
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients.
-        row_density: as in `sparsecoll.torch.compressors.TopK`: which rows of sparse gradients are sent (default: None,
-            all of them, without a residual).
+        row_density: as in `sparsecoll.torch.compressors.TopKCompressor`: which rows of sparse gradients are sent
+            (default: None, all of them, without a residual).
         model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
             `params` is not `model.parameters()`.
         grad_scaler: as in `DistributedOptimizer`.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sparsecoll import formats
-from sparsecoll.algorithms import resolve
+from sparsecoll.algorithms import as_algorithm
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.kernels import kernels_of
@@ -40,15 +40,15 @@ def compressor_of(
     if k is not None or not isinstance(density, Schedule):
         CallOptions(k=k, density=density if k is None else None).resolve_k(1)
         chosen = {"density": float(density)} if k is None else {"k": int(k)}
-    formats.resolve(format)
+    formats.as_format(format)
     common = {"format": format, "value_dtype": value_dtype, "row_density": row_density}
-    return SparseSum(algo=copy.deepcopy(resolve(algo)), **common, **chosen)
+    return SparseSum(algo=copy.deepcopy(as_algorithm(algo)), **common, **chosen)
 
 
 def _check_parameter(p: torch.Tensor, compressor: SparseSum) -> None:
     """Raise unless the gradients of a parameter can be summed by a compressor."""
     device_of(p)
-    algorithm = resolve(compressor.algo)
+    algorithm = as_algorithm(compressor.algo)
     sums = f"algo={algorithm.name!r}" if algorithm.sends_sums else None
     options = CallOptions(format=compressor.format, value_dtype=compressor.value_dtype)
     options.check_dtype(residual_dtype(p.dtype), sums)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from sparsecoll.algorithms import resolve
+from sparsecoll.algorithms import as_algorithm
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels.memory import may_share_memory
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
@@ -34,7 +34,7 @@ Group = dict[str, Any]
 
 
 @dataclass
-class SparseSum(TopK):
+class SparseSum(TopKCompressor):
     """TopK that returns the sum as it is, sparse, instead of writing a dense mean; `k` takes the place of `density`."""
 
     name = "SparseSGD"
@@ -42,7 +42,7 @@ class SparseSum(TopK):
     k: int | None = None
 
     def describe(self) -> str:
-        return f"{self.name}({resolve(self.algo).describe()})"
+        return f"{self.name}({as_algorithm(self.algo).describe()})"
 
     def count(self) -> int:
         return super().count() if self.k is None else self.k

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.torch.compressors import Compressor, TopK, resolve
+from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.rows import RowBucket, RowSum
 from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
@@ -137,10 +137,14 @@ class Buckets:
         if layout.rows:
             return RowSum(**own.for_rows())
         if not layout.small:
-            return resolve(own)
+            return as_compressor(own)
         waits = self._parked.get("residual", {}).keys()  # of rows, or from when `dense_below` was another one
         small = own.for_small()
-        return TopK(1.0, "dense") if small == "none" and not waits.isdisjoint(layout.names) else resolve(small)
+        return (
+            TopKCompressor(1.0, "dense")
+            if small == "none" and not waits.isdisjoint(layout.names)
+            else as_compressor(small)
+        )
 
     def release(self, start: int = 0) -> None:
         """Discard the buckets from number `start` on; their parameters keep their state, and that before this step."""

@@ -135,7 +135,7 @@ class RowSum(ErrorFeedback):
         local: whether nothing is sent, as by the compressor "free".
         density: rows that each rank sends, as a fraction of those of the table; None, the default, for all that it has.
         value_dtype: dtype of the values on the wire; None, the default, for their own.
-        follow_lr: whether the residual follows the learning rate, see `TopK` (default: False).
+        follow_lr: whether the residual follows the learning rate, see `TopKCompressor` (default: False).
         clip: norm N; a rank's gradient is clipped to a norm of N / sqrt(P). None, the default, for no clipping.
         momentum: that of dense gradients, which rows do not get: rank 0 warns of it (default: 0).
     """
