@@ -1,4 +1,4 @@
-# `make demo` and `make test` start from nothing but Python 3.11-3.13 and pip.
+# `make demo` and `make test` start from nothing but Python 3.11 or later and pip.
 PYTHON ?= python3
 MPICH := .venv
 CHECK := .venv-check
@@ -30,8 +30,8 @@ check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; ne
 	$(CHECK)/bin/mypy sparsecoll --exclude 'sparsecoll/(torch|testing/compressors)' --follow-imports silent
 	$(LIMIT) 1800 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(FAST)
 
-check-torch: $(CHECK)/torch.done  # the middle loop: the tests of the PyTorch adapter, without MPI
-	$(LIMIT) 3000 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" tests/torch
+check-torch: $(MPICH)/test.done  # the middle loop: the tests of the PyTorch adapter on the simulator
+	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 2 -m "not slow" tests/torch
 
 test: test-serial test-mpich test-torchrun test-openmpi
 
@@ -55,6 +55,8 @@ test-openmpi: $(OPENMPI)/test.done
 test-pythons:  # other versions of Python, without MPI and torch; skips those not installed
 	.ci/pythons 3.12 tests/algorithms/test_contract.py tests/test_architecture.py
 	.ci/pythons 3.13 -m "not slow" $(FAST)
+	.ci/pythons 3.14 tests/algorithms/test_contract.py tests/test_architecture.py
+	.ci/pythons 3.15 -m "not slow" $(FAST)
 
 frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and Lightning; not part of make test
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi tests/mpi/test_frameworks.py
@@ -90,7 +92,7 @@ docs: $(MPICH)/docs.done  # the site, in build/site; nothing is fetched, and a w
 serve: docs  # the search of the site needs a server
 	$(MPICH)/bin/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
-GPU_PYTHON ?= $(PYTHON)  # with cupy, mpi4py, numba, pytest, pytest-mpi, hypothesis and rich; nothing is fetched
+GPU_PYTHON ?= $(PYTHON)  # with cupy, mpi4py, numba, pytest, pytest-mpi and hypothesis; nothing is fetched
 GPU_FLAGS ?=  # --cuda-mpi FOLDER for device pointers
 
 gpu:  # on a machine with a GPU: kernels, vectors, training and MPI on it, then the benchmarks
@@ -105,10 +107,6 @@ $(CHECK)/bin/python $(MPICH)/bin/python $(OPENMPI)/bin/python:
 
 $(CHECK)/check.done: pyproject.toml constraints.txt | $(CHECK)/bin/python
 	$(CHECK)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
-	touch $@
-
-$(CHECK)/torch.done: $(CHECK)/check.done
-	$(CHECK)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev,torch]'
 	touch $@
 
 $(MPICH)/demo.done: pyproject.toml constraints.txt | $(MPICH)/bin/python

@@ -17,7 +17,6 @@ import rows
 import testbed
 import training
 import volume
-import waiting
 from breakeven import judged
 from harness import FIGURES, RESULTS, ROOT, cell, load, markdown, source
 
@@ -26,7 +25,10 @@ from sparsecoll.cli import plot
 
 RANKS = {"memory": (2, 4, 8), "10gbit": (4,), "1gbit": (4,)}  # of the break-even map
 RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the tables of docs/benchmarks.md and docs/choosing.md
-UNDRAWN = ("DSA, COO", "exact sum, float16", "dense, 2 bits", *allreduce.UNSHOWN)  # of time against density
+DRAWN = (  # lines of time against density
+    *("MPI_Allreduce", "dense, 4 bits", "gloo, sparse", "TopkA", "Ok-Topk"),
+    *("exact sum", "top k of sum", "top k of sum, float16"),
+)
 ALGORITHMS = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
 
 
@@ -67,12 +69,14 @@ def breakeven():
         rows = load(f"breakeven_{rate}")["rows"]
         for P in RANKS[rate]:
             found = [row for row in rows if row["P"] == P]
-            notes.append(f"- {P} ranks, {rate}: {judged(found)}")
-            for row in (row for row in found if row["density"] in RATIOS):
+            notes.append(judged(found))
+            for row in (row for row in found if row["density"] in RATIOS[1:] and row["n"] > 100_000):
                 line = lines.setdefault((row["n"], row["density"]), _point(row))
                 line[f"{P} ranks, {rate}"] = f"{row['fastest']} {cell(row['ms'])}"
     about = source(*(f"breakeven_{rate}" for rate in RANKS))
-    return f"{markdown(lines.values())}\n\n{about}\n\n" + "\n".join(notes)
+    means, most = zip(*notes, strict=True)
+    note = f"{min(means):.2f} to {max(means):.2f} times as long as the fastest choice, {max(most):.2f} at most"
+    return f"{markdown(lines.values())}\n\n{about} `auto` takes {note}."
 
 
 def ratios():
@@ -93,9 +97,7 @@ def _point(row):
 def tables():
     """Return the tables of all pages by name."""
     found = {"benchmarks.breakeven": breakeven(), "benchmarks.ratios": ratios()}
-    memory = markdown([{"algorithm": row["algo"], "MB": round(row["memory"] / 1e6)} for row in load("memory")["rows"]])
-    found["benchmarks.memory"] = f"{memory}\n\n{source('memory')}"
-    for script in (allreduce, convergence, gpu, kernels, rows, training, volume, waiting):
+    for script in (allreduce, convergence, gpu, kernels, rows, training, volume):
         found |= script.tables()
     return found
 
@@ -106,7 +108,7 @@ def draw():
     library = [row for row in some if row["density"] == 0.1 and not row["name"].startswith("gloo")]
     title = "4 hosts, 1 Gb/s; from dense gradient to sum"
     plot.stacked(library, FIGURES / "phases.svg", f"n = 24 M, density 10 %, {title}")
-    shown = [row for row in some if row["name"] not in UNDRAWN]
+    shown = [row for row in some if row["name"] in DRAWN]
     plot.lines(shown, "density", "seconds", FIGURES / "density.svg", f"n = 24 M, {title}", 1e3)
     bert = [r for r in plot.rows_of(RESULTS / "scaling.json") if r["model"] == "BERT" and r["network"] == "1 Gb/s"]
     title = "BERT's gradient, density 1 %"

@@ -197,17 +197,33 @@ def across_sets(section):
     return run
 
 
+MERGED = [(f"{few} of {entries} entries, 32 bits", 0.001) for few, entries in ((2, 10**6), (8, 250000), (64, 31250))]
+MERGED += [("64 of 31250 entries, 64 bits", 0.001), ("8 of 1000 entries, 64 bits", 1e-07)]
+
+
 def tables():
     """Return the tables of docs/kernels.md by name: not all rows; n stands for the data, which are heavy-tailed."""
-    found = {name: rows for name, rows in load("kernels").items() if name != "about"}
-    found["merge"] = [row for row in found["merge"] if row["density"] != 0.01 and not row["vectors"].startswith("4 of")]
+    found = {name: rows for name, rows in load("kernels").items() if name not in ("about", "edges")}
+    found["merge"] = [row for row in found["merge"] if (row["vectors"], row["density"]) in MERGED]
+    found["quantized"] = [
+        {head: value for head, value in row.items() if not head.startswith(("and ", "decode and"))}
+        for row in found["quantized"]
+        if (row["bits"], row["levels"]) not in ((2, "linear"), (8, "float"), (2, "mean"))
+    ]
+    whole = ("density", "bits per index", "entropy of uniform", "encode, M i", "decode, M i")
+    found["packed"] = [
+        {head: value for head, value in row.items() if head.startswith(whole)}
+        for row in found["packed"]
+        if row["density"] in (0.001, 0.01, 0.1)
+    ]
+    found["fused"] = [
+        {head: value for head, value in row.items() if not head.startswith(("MST", "random"))} for row in found["fused"]
+    ]
     for name in ("threshold", "topk", "fused"):
-        rows = [row | {"data": row["data"].split("= ")[1]} for row in found[name]]
+        rows = [row | {"data": row["data"].split("= ")[1]} for row in found[name] if row["density"] in (0.01, 0.1)]
         rows = [row for row in rows if row["data"] == "24 M" or (row["data"] == "0.24 M" and row["density"] == 0.01)]
         found[name] = [{"n": row.pop("data")} | row for row in rows]
     peers = [head for head in found["topk"][0] if "times slower" in head]
-    heads, rows = ("n", "density", *peers), [row for row in found["topk"] if row["density"] == 0.01]
-    found["peers"] = [{head.replace(", times slower", ""): row[head] for head in heads} for row in rows]
     found["topk"] = [{head: value for head, value in row.items() if head not in peers} for row in found["topk"]]
     return {f"kernels.{name}": markdown(rows) for name, rows in found.items()}
 

@@ -256,33 +256,74 @@ def hidden(rows, name):
     return (apart["x plain"] - rows[name]["x plain"]) / min(1.0, apart["x plain"] - 1.0) if apart else None
 
 
-def table(rows, *columns):
-    """Return the table of a net, with these columns of the rows beside the times."""
+def table(rows):
+    """Return the table of a net."""
     shown = []
     for name, row in rows.items():
         line = {"line": name, "s / step": row["seconds"], "x plain": row["x plain"]}
-        for column in columns:
-            line[column] = hidden(rows, name) if column == "hidden" else row.get(column)
         counted = next(column for column in ("MB received", "MB into a node") if column in row)
         shown.append(line | {counted: row[counted] if row[counted] > 0.001 else None})
     return markdown(shown)
 
 
+def overlap(rows):
+    """Return the table of steps with and without overlap, where back-propagation computes and where it waits."""
+    shown = {}
+    for model, where in {"layers": "computes", "device": "waits"}.items():
+        of = {row["line"]: row for row in rows if row["model"] == model}
+        for name in (name for name in of if f"{name}, no overlap" in of):
+            line = shown.setdefault(name, {"line": name})
+            line[f"{where}: x plain"] = of[name]["x plain"]
+            line[f"{where}: without overlap"] = of[f"{name}, no overlap"]["x plain"]
+            line[f"{where}: hidden"] = f"{hidden(of, name):.0%}"
+    return markdown(shown.values())
+
+
+UNSHOWN = (
+    ", no ",
+    *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)),
+    "whole model",
+    "SparseSGD, dense",
+    "gaussiank",
+    "mstopk",
+    "dragonn",
+    "stream",
+    "0.1",
+    "hook, a",
+    "randomk",
+    "allgather",
+)
+NETS = {("vgg", 32): "20 M", ("mlp", 32): "107 M"}
+
+
+def side_by_side(rows):
+    """Return one table of several nets: seconds a step, in units of a plain step, and megabytes received."""
+    lines = {}
+    for row in (row for row in rows if row["batch"] == 32):
+        line = lines.setdefault(row["line"], {"line": row["line"]})
+        name = NETS[row["model"], row["batch"]]
+        if row["model"] == "vgg":
+            line[f"{name}: s / step"] = row["seconds"]
+        line[f"{name}: x plain"] = row["x plain"]
+        line[f"{name}: MB"] = row["MB received"] if row["MB received"] > 0.001 else None
+    shown = list(lines.values())
+    return markdown([{head: row.get(head) for head in max(shown, key=len)} for row in shown])
+
+
+def shown_lines(name):
+    """Return whether a line is shown; the others are on file."""
+    return not any(part in name for part in UNSHOWN)
+
+
 def tables():
     """Return the tables of docs/training.md and docs/fsdp.md by name."""
-    made, columns = {}, ("million", "line", "s / step", "x plain", "MB received", "wait")
-    for device in ("cpu", "cuda"):
-        made[f"16_cores_{device}"] = markdown(
-            [{name: row[name] for name in columns} for row in load("training_16_cores")[device]]
-        )
-    made["work"] = markdown([{name: row[name] for name in ("line", *trace.KINDS)} for row in load("work")["rows"]])
+    made, columns = {}, ("million", "line", "s / step", "x plain", "MB received")
+    found = [row for row in load("training_16_cores")["cpu"] if shown_lines(row["line"])]
+    made["16_cores_cpu"] = markdown([{name: row[name] for name in columns} for row in found])
     for name in ("hsdp", "fsdp"):
         made[name] = f"{table({row['line']: row for row in load(name)['rows']})}\n\n{source(name)}"
-    for file, columns in {"training": (), "overlap": ("wait", "hidden")}.items():
-        found = load(file)["rows"]
-        for key in dict.fromkeys((row["model"], row["batch"]) for row in found):
-            rows = {row["line"]: row for row in found if (row["model"], row["batch"]) == key}
-            made[f"{key[0]}_{key[1]}"] = table(rows, *columns)
+    made["ethernet"] = side_by_side([row for row in load("training")["rows"] if shown_lines(row["line"])])
+    made["overlap"] = overlap(load("overlap")["rows"])
     return {f"training.{name}": text for name, text in made.items()}
 
 

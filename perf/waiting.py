@@ -13,7 +13,6 @@ import time
 
 import harness
 import numpy as np
-from harness import load, markdown, source
 
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.call import CollectiveCall
@@ -70,18 +69,6 @@ def points(options, transport):
             for delay in DELAYS:
                 repeat = int(min(max(options.seconds / max(delay, 1e-3), 20), 400 if size < 1e5 else 20))
                 yield place | measured(transport, delay, size, repeat)
-
-
-def tables():
-    """Return the table of waits, by its name."""
-    lines = {}
-    for row in load("waiting")["rows"]:
-        if row["bytes"] == 8 and row["delay_ms"] in (0, 1, 50):
-            line = {"where": row["where"], "MPI": row["MPI"], "ranks": row["ranks"]}
-            line = lines.setdefault(tuple(line.values()), line)
-            line[f"{row['delay_ms']:g} ms: latency, ms"] = row["latency_ms"]
-            line[f"{row['delay_ms']:g} ms: core"] = f"{row['core']:.1%}"
-    return {"training.waits": f"{markdown(lines.values())}\n\n{source('waiting')}"}
 
 
 def main():

@@ -27,7 +27,7 @@ from sparsecoll.algorithms import (
     SparCML as SparCML,
     SparDL as SparDL,
 )
-from sparsecoll.algorithms.rows import RowAuto as RowAuto, RowGather as RowGather, RowOwners as RowOwners
+from sparsecoll.algorithms.owners import RowAuto as RowAuto, RowGather as RowGather, RowOwners as RowOwners
 from sparsecoll.collectives.allgather import allgather as allgather
 from sparsecoll.collectives.allreduce import allreduce as allreduce
 from sparsecoll.collectives.allreduce_init import Plan as Plan, allreduce_init as allreduce_init
@@ -66,8 +66,8 @@ from sparsecoll.transport import (
     traffic as traffic,
 )
 from sparsecoll.transport.network import Costs as Costs, Network as Network
+from sparsecoll.transport.process_groups import connect as connect
 from sparsecoll.transport.progress import Request as Request
-from sparsecoll.transport.stores import connect as connect
 from sparsecoll.vector import DenseVector as DenseVector, RowSparse as RowSparse, SparseVector as SparseVector
 
 _public = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, type(formats))]

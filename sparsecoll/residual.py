@@ -151,7 +151,7 @@ def check_part(name: str, part: Any, acc: DenseVector | RowSparse) -> None:
 
 
 def check_scale(scale: float, dtype: np.dtype[Any]) -> None:
-    """Raise ValueError unless the multiples of a gradient of this dtype are of it."""
+    """Raise ValueError if values of this dtype cannot be multiplied by `scale`, which is a fraction."""
     if dtype.kind in "biu" and not float(scale).is_integer():
         raise ValueError(f"scale: expected a whole number for a residual of {dtype}, got {scale}")
 
@@ -208,7 +208,7 @@ class RowResidual:
         return self.rows
 
     def update(self, contributed: RowSparse) -> None:
-        """Subtract this rank's rows that entered the result; rows of which nothing is left are dropped.
+        """Subtract this rank's rows that entered the result; rows that become zero are dropped.
 
         Args:
             contributed: `Reduction.contributed` of the call.
@@ -219,12 +219,12 @@ class RowResidual:
         """
         check_part("contributed", contributed, self.rows)
         acc, dtype = self.rows, self.rows.dtype
-        left = RowSparse.merge([acc.intersect(contributed), -contributed.astype(dtype)], dtype).drop_zeros()
-        self.rows = RowSparse.join([acc.difference(contributed), left])
+        rest = RowSparse.merge([acc.intersect(contributed), -contributed.astype(dtype)], dtype).drop_zeros()
+        self.rows = RowSparse.join([acc.difference(contributed), rest])
 
 
 class LazyAccumulator(DenseVector):
-    """A DenseVector on which work waits for the next pass over it, which may also clear what it selects.
+    """A DenseVector with deferred work: the next pass over it does the work, and may also clear the entries it selects.
 
     `topk`, `threshold` and `magnitude_stats` do the work in the pass that they make anyway, and `sample` does it to the
     sample. Whatever else needs the values does it first.
@@ -248,17 +248,17 @@ class LazyAccumulator(DenseVector):
 
     @property
     def values(self) -> NDArray[Any]:
-        """The values, after the work that waits, with removed entries put back."""
+        """The values, after the deferred work, with removed entries put back."""
         return self.flush()._array
 
     def flush(self) -> LazyAccumulator:
-        """Do the work that waits and put removed entries back; returns the vector itself."""
+        """Do the deferred work and put removed entries back; returns the vector itself."""
         self.form()
         self._put_back()
         return self
 
     def form(self) -> None:
-        """Do the work that waits; removed entries are left removed."""
+        """Do the deferred work; removed entries stay removed."""
         if self._work is not PLAIN:
             self._kernels.form(self._array, self._taken())
 
@@ -326,7 +326,7 @@ class LazyAccumulator(DenseVector):
         return int(self._kernels.lower_bound_key(self._array, expected_nnz, self._work))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
-        """Return every stride-th value from index `offset` on, after the work that waits, which goes on waiting."""
+        """Return every stride-th value from index `offset` on, as after the deferred work, which remains deferred."""
         self._put_back()
         part = sample_of(self._array, self._work, slice(offset, None, stride), self._kernels.form)
         return DenseVector(part).to_sparse(keep_zeros=True)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "perf"))  # for the papers' formulas
 torch = importlib.util.find_spec("torch")
 if torch is None or torch.origin is None:  # then `import torch` would find the folder of its tests
-    sys.modules["torch"] = None
+    torch = sys.modules["torch"] = None
 
 collect_ignore = [
     "fault_programs.py",
@@ -28,6 +28,7 @@ collect_ignore = [
 
 
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+PASSED = Path(os.environ["PASSED_TESTS"]) if "PASSED_TESTS" in os.environ else None  # names of those not to run again
 
 
 def _world():
@@ -52,10 +53,20 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """With --with-mpi and under torchrun only the MPI tests run: the others would run the same on every rank."""
-    if _in_parallel(config):
-        others = [item for item in items if item.get_closest_marker("mpi") is None]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item.get_closest_marker("mpi") is not None]
+    passed = {*PASSED.read_text().splitlines()} if PASSED and PASSED.exists() else ()
+    if _in_parallel(config) or passed:
+        parallel = _in_parallel(config)
+        runs = [item.nodeid not in passed and (not parallel or bool(item.get_closest_marker("mpi"))) for item in items]
+        config.hook.pytest_deselected(items=[item for item, wanted in zip(items, runs, strict=True) if not wanted])
+        items[:] = [item for item, wanted in zip(items, runs, strict=True) if wanted]
+
+
+def pytest_ignore_collect(collection_path):
+    """What imports torch at its top, or helpers that do, cannot be collected where there is none."""
+    if torch is None and collection_path.suffix == ".py":
+        needs = re.search(r"^(import|from) (torch|sparsecoll\.torch|runs|play)\b", collection_path.read_text(), re.M)
+        return True if needs else None
+    return None
 
 
 def pytest_make_parametrize_id(config, val, argname):
@@ -73,6 +84,9 @@ def pytest_make_parametrize_id(config, val, argname):
 
 def pytest_runtest_logreport(report):
     """A rank that fails would leave the others waiting: show why, and abort."""
+    if PASSED and report.when == "call" and report.passed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with PASSED.open("a") as file:
+            file.write(f"{report.nodeid}\n")
     if report.failed and TORCHRUN:
         print(f"rank {os.environ['RANK']}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
         os._exit(1)  # torchrun ends the others

@@ -141,7 +141,7 @@ AXES = {
     "call": [*EXACT, "reduce", "reduce_scatter", "scan"],
     "op": list(OPERATIONS),
     "dtype": _installed(VALUE_DTYPES),
-    "kind": _installed(TYPES),
+    "kind": [*_installed(kind for kind in TYPES if kind != "torch"), "torch"],
     "format": [name for name, form in FORMATS.items() if not form.lossy],
     "missing": ["ignore", "zero"],
 }

@@ -75,11 +75,11 @@ def die(comm, what, timeout=1, leave=True):
         transport = sparsecoll.transport.as_transport(comm)
         send, sent = transport._isend, []
 
-        def last_words(destination, buffer):
+        def last_words(destination, *given):
             sent.append(destination)
             if len(sent) == 3:
                 what()
-            send(destination, buffer)
+            send(destination, *given)
 
         transport._isend = last_words
     with outcome_reported():

@@ -27,7 +27,6 @@ def of_algorithm(name, length=N, **options):
 
 CALLS = {
     **{name: of_algorithm(name, k=4) for name in ALGORITHMS},
-    "two levels": lambda comm: of_algorithm(sparsecoll.OkTopk(levels=2), k=4)(comm),
     "all entries": of_algorithm("sparcml"),
     "unchecked": of_algorithm("allgather", k=4, check=False),
     "iallreduce": lambda comm: sparsecoll.iallreduce(comm, vector(comm), "sparcml", k=6).wait(),

@@ -39,7 +39,6 @@ HOMES = {
     "numba.core": INTERNALS,  # internals, which may change with any release
     "numba.cpython": INTERNALS,
     "llvmlite": INTERNALS,
-    "rich": {"cli/main.py"},
     "cupy": {"kernels/gpu/device.py"},
     "torch": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "torch").rglob("*.py")}
     | {"testing/compressors.py", "bench/compressors.py"},

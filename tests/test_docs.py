@@ -5,8 +5,10 @@ import inspect
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
+import launching
 import pytest
 from launching import python
 
@@ -14,9 +16,11 @@ from sparsecoll.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIALS = [page for page in PAGES if page.name.startswith("tutorial")]
 BLOCKS = [
     pytest.param(*found, id=f"{page.name}-{number}")
     for page in PAGES
+    if page not in TUTORIALS
     for number, found in enumerate(
         re.findall(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```\n)?", page.read_text() + "\n", re.S | re.M)
     )
@@ -24,7 +28,7 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("block", "output"), BLOCKS)
-def test_block_runs(block, output, capsys, monkeypatch):
+def test_block_runs(block, output, capsys, monkeypatch, tmp_path):
     """It prints what the block of text below it shows, and the tuples in its comments."""
     for package in ("torch", "transformers", "lightning"):
         if re.search(rf"^\s*(import|from) (\w+\.)?{package}\b", block, re.M):
@@ -39,6 +43,7 @@ def test_block_runs(block, output, capsys, monkeypatch):
             pytest.skip("no g++ for a pretended GPU")
         monkeypatch.syspath_prepend(ROOT / "tests/gpu")
         importlib.import_module("fake_cupy").device_library()
+    monkeypatch.chdir(tmp_path)  # for the files that it writes
     environment, known = dict(os.environ), dict(FORMATS)
     exec(compile(block, "block", "exec"), {"__name__": "block"})
     os.environ.clear()
@@ -55,12 +60,72 @@ def test_block_runs(block, output, capsys, monkeypatch):
         assert expected in printed
 
 
+def masked(text):
+    """Without times, without what depends on the processor (losses and accuracies), and the widths of columns."""
+    numbers = r"\d+\.\d{6}\b|\d[\d.]*(?= m?s\b)|(?<=loss )[\d.]+|\d+(?= % right)"
+    return re.sub(numbers, "T", re.sub(" +", " ", text))
+
+
+def runs_of(page):
+    """Each file that a tutorial makes of its blocks of Python, a command that runs it, and the output that it shows.
+
+    A block that begins with a comment like `# sums.py` begins a file, and those after it are appended. A block of text
+    directly below a block of Python, or below a command with the file's name, is what the last command prints.
+    """
+    name, command, code, runs = "", "", {}, {}
+    blocks = re.finditer(r"^```(\w+)\n(.*?)^```$(?=(\n\n```text)?)", page.read_text(), re.S | re.M)
+    for kind, content, followed in (match.groups() for match in blocks):
+        if kind == "python":
+            begun = re.match(r"# (\w+\.py)\n", content)
+            name = begun[1] if begun else name
+            code[name] = ("" if begun else code[name]) + content
+            of_file = [known for known, (file, _) in runs.items() if file == name]
+            command = [f"python {name}", *of_file][-1] if followed else ""
+        elif kind == "text" and command:
+            runs.setdefault(command, [name, ""])[1] += content
+        elif kind == "sh":
+            here = followed and f" {name}" in content and "--nnodes" not in content
+            command = content.strip() if here else ""
+    return [pytest.param(file, code[file], command, text, id=command) for command, (file, text) in runs.items()]
+
+
+@pytest.mark.parametrize(("file", "code", "command", "text"), [run for page in TUTORIALS for run in runs_of(page)])
+def test_tutorial_prints_what_it_shows(file, code, command, text, tmp_path):
+    for package in ("torch", "matplotlib", "scipy"):
+        if f"import {package}" in code:
+            pytest.importorskip(package)
+    program, *arguments = command.split()
+    found = shutil.which(program, path=Path(sys.executable).parent)
+    if found is None:
+        pytest.skip(f"no {program}")
+    (tmp_path / file).write_text(code)
+    path = os.pathsep.join([str(Path(found).parent), os.environ["PATH"]])  # where mpirun finds python
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
+    run = launching.run(found, *arguments, variables=variables, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert masked(run.stdout) == masked(text)
+    right, shown = (list(map(int, re.findall(r"(\d+) % right", lines))) for lines in (run.stdout, text))
+    assert all(abs(a - b) <= 1 for a, b in zip(right, shown, strict=True))
+
+
+def test_sparse_training_is_as_good_as_dense_on_the_page_that_shows_it():
+    pages = "".join(page.read_text() for page in TUTORIALS)
+    dense, *sparse = map(int, re.findall(r"4 ranks: (\d+) % right", pages))
+    assert sparse and all(abs(right - dense) <= 1 for right in sparse)
+
+
+def test_code_of_tutorials_fits_the_page():
+    for page in TUTORIALS:
+        for block in re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.S | re.M):
+            assert max(map(len, block.splitlines())) <= 80, page.name
+
+
 def test_classes_of_the_frameworks_page_are_those_of_the_examples():
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "frameworks.md").read_text(), re.S | re.M)
     examples = "\n".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
     parts = [part for block in blocks for part in re.split(r"\n\n\n", block)[1:]]
     shown = [part.strip() for part in parts if not part.startswith("def main")]
-    assert len(shown) == 5 and all(part in examples for part in shown)
+    assert shown and all(part in examples for part in shown)
 
 
 def test_quickstart_runs_on_virtual_ranks(capsys):
@@ -90,6 +155,14 @@ def test_files_that_the_pages_name_exist():
     for page in [ROOT / "CONTRIBUTING.md", *PAGES]:
         for name in re.findall(r"`((?:docs|examples|tests)/[\w./]+\.\w+)`", page.read_text()):
             assert "NAME" in name or (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_error_texts_of_the_troubleshooting_page_are_those_of_the_package():
+    sources = "\n".join(path.read_text() for path in (ROOT / "sparsecoll").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources)  # a text that goes on in the next line
+    texts = re.findall(r"^### `(.*)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    assert 10 < len(texts) <= 25
+    assert not [text for text in texts if text not in joined]
 
 
 def test_every_table_has_heads():

@@ -1,4 +1,4 @@
-"""examples/elastic.py and the training script of docs/index.md under torchrun, as users start them."""
+"""examples/elastic.py under torchrun, as users start it."""
 
 import re
 from pathlib import Path
@@ -36,16 +36,6 @@ def torchrun(folder, size, *arguments):
     command = launching.torchrun(size, "--monitor-interval", 0.1)
     done = run(*command, *arguments, cwd=folder, variables={"PYTHONPATH": str(ROOT)})
     return done.stdout, done.stderr, done.returncode
-
-
-def test_the_script_of_the_first_page(tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/index.md").read_text(), re.S | re.M)
-    script = next(block for block in blocks if "init_process_group" in block)
-    (tmp_path / "train.py").write_text(script)
-    printed, errors, status = torchrun(tmp_path, 2, "train.py")
-    assert status == 0, errors
-    shares = re.findall(r"rank (\d) of 2: (\d+) % right", printed)
-    assert {rank for rank, _ in shares} == {"0", "1"} and all(int(right) > 95 for _, right in shares)
 
 
 def test_training_goes_on_after_the_loss_of_a_worker_and_with_other_ranks(tmp_path):

@@ -59,6 +59,58 @@ def test_demo_runs_without_mpirun(tmp_path):
     assert (tmp_path / "train.png").stat().st_size > 10_000
 
 
+METHODS = """
+from dataclasses import dataclass
+from sparsecoll import Allgather
+from sparsecoll.select import Selector
+from sparsecoll.torch.compressors import TopK
+
+class Mine(Allgather):
+    pass
+
+@dataclass
+class Half(Selector):
+    name = "half"
+    def select(self, x, k):
+        return x.topk(k // 2)
+
+class Own(TopK):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "chosen", ["--algo my_methods:Mine --selector my_methods:Half", "--compressor my_methods:Own:momentum=0.5"]
+)
+def test_demo_with_methods_of_ones_own(chosen, tmp_path):
+    (tmp_path / "my_methods.py").write_text(METHODS)
+    arguments = ["--epochs", "1", "--batch", "50", "--density", "0.05", "--out", str(tmp_path), *chosen.split()]
+    run = subprocess.run([sys.executable, TRAIN, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads((tmp_path / "train.json").read_text())["rows"]
+    assert [row["algo"] for row in rows] == ["dense", chosen.split()[1]] and all(row["accuracy"] > 40 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "chosen, expected",
+    [
+        ("--algo bst", "algo: expected one of auto, dense, "),
+        (
+            "--algo my_methods:Half",
+            "algo: expected a class derived from Algorithm, got 'my_methods:Half', the class Half",
+        ),
+        ("--selector nowhere:Half", "selector: expected MODULE:CLASS that can be imported, got 'nowhere:Half'"),
+        ("--compressor my_methods:Mine", "compressor: expected a class derived from Compressor, got 'my_methods:Mine'"),
+    ],
+)
+def test_demo_refuses_what_is_no_method(chosen, expected, tmp_path):
+    (tmp_path / "my_methods.py").write_text(METHODS)
+    command = [sys.executable, TRAIN, *chosen.split()]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr.startswith(f"train.py: {expected}") and run.stderr.count("\n") == 1
+
+
 def test_every_script_of_perf_can_be_imported():
     code = "import pathlib; [__import__(path.stem) for path in sorted(pathlib.Path().glob('*.py'))]"
     run = python("-c", code, cwd=TRAIN.parents[1] / "perf")

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import CommunicationError, Reduction, RowSparse, SparseVector, simulate, testing
-from sparsecoll.algorithms.rows import RowGather
+from sparsecoll import CommunicationError, Reduction, RowGather, RowSparse, SparseVector, simulate, testing
 from sparsecoll.formats import FORMATS, Coo, Format
 from sparsecoll.select import Selector, TopK
 
-PAGE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = "".join((DOCS / name).read_text() for name in ("architecture.md", "tutorial_methods.md"))
 
 
 def of_page(name):
-    """The class of that name in docs/architecture.md."""
+    """The class of that name on the pages about classes of one's own."""
     block = next(
-        block for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M) if f"class {name}(" in block
+        block for block in re.findall(r"^```python\n(.*?)^```", PAGES, re.S | re.M) if f"class {name}(" in block
     )
     names = {"__name__": "block"}
     exec(compile(block, "block", "exec"), names)
@@ -35,7 +35,7 @@ def of_page(name):
         ("Signs", testing.check_compressor),
     ],
 )
-def test_classes_of_the_architecture_page_keep_the_contract(name, check, monkeypatch):
+def test_classes_of_the_pages_keep_the_contract(name, check, monkeypatch):
     for known in list(FORMATS):
         monkeypatch.setitem(FORMATS, known, FORMATS[known])
     if name == "Signs":

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 from sparsecoll.algorithms import ALGORITHMS, ROW_ALGORITHMS
-from sparsecoll.algorithms.rows import OWNERS
+from sparsecoll.algorithms.owners import OWNERS
 from sparsecoll.collectives import signature
 from sparsecoll.collectives.options import MISSING, NONFINITE, VALUE_DTYPES_ON_THE_WIRE, CallOptions
 from sparsecoll.formats import FORMATS

@@ -17,7 +17,7 @@ from sparsecoll.algorithms.gtopk import GTopk as GTopk
 from sparsecoll.algorithms.hierarchical import Hierarchical as Hierarchical
 from sparsecoll.algorithms.lowbit import LowBit as LowBit
 from sparsecoll.algorithms.oktopk import OkTopk as OkTopk
-from sparsecoll.algorithms.rows import RowAuto as RowAuto, RowOwners as RowOwners
+from sparsecoll.algorithms.owners import RowAuto as RowAuto, RowOwners as RowOwners
 from sparsecoll.algorithms.sparcml import SparCML as SparCML
 from sparsecoll.algorithms.spardl import SparDL as SparDL
 from sparsecoll.errors import check_choice

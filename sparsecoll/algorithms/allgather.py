@@ -46,7 +46,7 @@ class Allgather(Algorithm):
     _edges: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
-        if not self.in_one_message(channel, x.dtype, x.nnz):
+        if self._stages(channel, x.dtype, x.nnz) > 1:
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return channel.format.encode(x, channel.value_dtype, room=AGREEMENT_BYTES)
 
@@ -64,11 +64,6 @@ class Allgather(Algorithm):
             return Reduction(lambda: channel.merge(parts), x, [parts])
         with channel.phase("merge"):
             return Reduction(channel.merge(parts), x)
-
-    @classmethod
-    def in_one_message(cls, channel: Channel, dtype: np.dtype[Any], entries: int) -> bool:
-        """Return whether a vector of so many entries is not divided into chunks."""
-        return cls._stages(channel, dtype, entries) == 1
 
     @staticmethod
     def _stages(channel: Channel, dtype: np.dtype[Any], entries: int) -> int:

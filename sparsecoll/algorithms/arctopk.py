@@ -77,7 +77,7 @@ class ARCTopK(Algorithm):
         """Return x: entries are selected in the call."""
         return x
 
-    def alike(self) -> tuple[int, int]:
+    def replicated_state(self) -> tuple[int, int]:
         return self._calls, 0
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:

@@ -43,8 +43,8 @@ class Reduction(Generic[V]):
             Of bool, whose sum is the logical or, the entries at the indices of `value`. Computed from the caller's x
             when it is first read.
         traffic: Traffic of this rank in this call.
-        parts: vectors whose sum `value` is as long as nobody has read `value`, as `DenseVector.copy_sum` takes them;
-            None where it is formed.
+        parts: vectors whose sum `value` is, until it is first read, as `DenseVector.copy_sum` takes them; None
+            afterwards, and where the sum is formed at once.
 
     Args:
         value: the result, or a function that returns it.
@@ -79,7 +79,7 @@ class Reduction(Generic[V]):
 
     @property
     def contributed(self) -> V:
-        """What of this rank's entries has entered `value`; computed when it is first read."""
+        """The part of this rank's entries that entered `value`; computed when it is first read."""
         if callable(self._contributed):
             self._contributed = self._contributed()
         return self._contributed
@@ -158,8 +158,8 @@ class Algorithm(Stateful, ABC):
                 may be far above it.
         """
 
-    def settled(self, channel: Channel, x: Vector, k: int, early: bool) -> tuple[Algorithm, Channel]:
-        """Return the algorithm and the channel of calls that repeat, if they are chosen by the first one; collective.
+    def persistent(self, channel: Channel, x: Vector, k: int, early: bool) -> tuple[Algorithm, Channel]:
+        """Return the algorithm and the channel of persistent calls, as `allreduce_init` prepares them; collective.
 
         Args:
             channel: as in `__call__`.
@@ -174,11 +174,11 @@ class Algorithm(Stateful, ABC):
         options = ", ".join([f"{name}={getattr(self, name)!r}" for name in _options(type(self))])
         return f"{self.name}({options})"
 
-    def alike(self) -> tuple[int, int]:
+    def replicated_state(self) -> tuple[int, int]:
         """Return the number of calls made and a `digest` of what else of the state must be the same on all ranks.
 
-        They compare it in each call, without a message if a call has left it. (0, 0), the default, if nothing must be
-        the same, or in a new object.
+        They compare it in each call, without a message if an earlier call ended in that state. (0, 0), the default, if
+        nothing must be the same, or in a new object.
         """
         return 0, 0
 
@@ -190,7 +190,7 @@ class Algorithm(Stateful, ABC):
 
 
 def digest(numbers: Sequence[int]) -> int:
-    """Return a checksum of integers for `Algorithm.alike`; 0 of none."""
+    """Return a checksum of integers for `Algorithm.replicated_state`; 0 of none."""
     return zlib.crc32(array("q", numbers))
 
 

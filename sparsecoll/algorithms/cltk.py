@@ -43,7 +43,7 @@ class CLTk(Algorithm):
         """Return x: only the leader selects, in the call."""
         return x
 
-    def alike(self) -> tuple[int, int]:
+    def replicated_state(self) -> tuple[int, int]:
         return self._calls, 0
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:

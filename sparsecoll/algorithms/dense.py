@@ -73,7 +73,9 @@ class Dense(Algorithm):
             local = DenseVector.marked(x)
         else:
             local = DenseVector(x.to_dense(channel.op.neutral(x.dtype)))
-        reduction = self._natively(channel, x, local) or _summed(channel, x, local)
+        edges = [x.length * j // channel.size for j in range(channel.size + 1)]
+        by_messages = _by_halving if is_short(x.length * x.dtype.itemsize, channel.size) else _pairwise
+        reduction = self._natively(channel, x, local) or by_messages(channel, x, local, edges)
         if isinstance(x, SparseVector) and marked:
             assert isinstance(reduction.value, DenseVector)
             reduction.value = reduction.value.stored()
@@ -86,28 +88,17 @@ class Dense(Algorithm):
 
     def _natively(self, channel: Channel, x: Vector, local: DenseVector) -> Reduction | None:
         """Return the sum by MPI's own allreduce, or None, on all ranks, where that is not possible."""
-        if not (self.native and sums_natively(channel, x)):
+        native = self.native and channel.transport.native_sums and channel.size > 1 and channel.finite
+        if not native or x.on_gpu or not _adds_as_it_is(channel, x.dtype):
             return None
         value = local if isinstance(x, SparseVector) else DenseVector.empty(x.length, x.dtype, x)
         with channel.phase("allreduce"):
             return Reduction(value, x) if channel.transport.allreduce(local.values, value.values) else None
 
 
-def sums_natively(channel: Channel, x: Vector) -> bool:
-    """Return whether MPI's own allreduce can sum such vectors with the options of this call, the same on all ranks."""
-    fits = channel.transport.native_sums and channel.size > 1 and channel.finite and not x.on_gpu
-    return fits and _adds_as_it_is(channel, x.dtype)
-
-
 def _adds_as_it_is(channel: Channel, dtype: np.dtype[Any]) -> bool:
     """Return whether values are added in their own dtype, which is of floats that processors add."""
     return dtype.char in "fd" and channel.op.sums and not channel.rounds(dtype)
-
-
-def _summed(channel: Channel, x: Vector, local: DenseVector) -> Reduction:
-    edges = [x.length * j // channel.size for j in range(channel.size + 1)]
-    short = is_short(x.length * x.dtype.itemsize, channel.size)
-    return (_by_halving if short else _pairwise)(channel, x, local, edges)
 
 
 def sum_of_chunk(channel: Channel, x: DenseVector, edges: list[int]) -> DenseVector:

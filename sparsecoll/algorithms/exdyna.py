@@ -76,7 +76,7 @@ class ExDyna(Algorithm):
         """Return x: entries are selected in the call."""
         return x
 
-    def alike(self) -> tuple[int, int]:
+    def replicated_state(self) -> tuple[int, int]:
         return self._calls, digest(self._edges)
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:

@@ -64,7 +64,7 @@ class Hierarchical(Algorithm):
         entries = super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)
         return entries if isinstance(entries, SparseVector) else topk(x, k)
 
-    def alike(self) -> tuple[int, int]:
+    def replicated_state(self) -> tuple[int, int]:
         """Return the number of calls: only some ranks have the state of `inner`, and none has one for an exact sum."""
         return (0, 0) if self.semantics == "exact_sum" else (self._calls, 0)
 

@@ -17,7 +17,7 @@ from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.primitives import pipeline
 from sparsecoll.errors import CommunicationError, NonFiniteError, check_choice
 from sparsecoll.formats import Buffer, Codes
-from sparsecoll.formats.quantized import check_bucket
+from sparsecoll.formats.codes import check_bucket
 from sparsecoll.kernels.memory import empty
 from sparsecoll.select import Vector
 from sparsecoll.select.randomk import mix

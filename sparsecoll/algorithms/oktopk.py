@@ -13,9 +13,8 @@ from typing import NoReturn
 import numpy as np
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_region, digest
-from sparsecoll.algorithms.primitives import grid, partition, pipeline
+from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.algorithms.primitives.balance import balanced
-from sparsecoll.algorithms.primitives.estimates import oktopk_levels
 from sparsecoll.algorithms.primitives.global_topk import global_topk
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import ThresholdReuse, Vector
@@ -49,9 +48,6 @@ class OkTopk(Algorithm):
     from call to call, thresholds are adjusted to select about k entries, and boundaries stay. Messages: P - 1, up to
     P - 1 more with balancing, and O(log P) for the gather and for each round of counting. Memory: the entries.
 
-    With two levels (`levels`), step 3 exchanges sums of rows and columns of a grid of sqrt(P) x sqrt(P) ranks: about
-    2 sqrt(P) messages in place of P - 1, and at most 2k(P-1)/P words more (1.5 times the usual volume at most).
-
     Args:
         k: as in `sparsecoll.Algorithm`.
         selector: as in `sparsecoll.Algorithm`.
@@ -66,8 +62,6 @@ class OkTopk(Algorithm):
             "average", as published, averages the quantiles of each rank, which requires similar supports. "even" makes
             regions of equal width.
         exact: always select exactly k entries, locally and globally (default: False).
-        levels: 1 or 2 levels of split and reduce; None, the default, for the one that takes less time in the alpha-beta
-            model, and 1 below 256 ranks. With two levels, regions belong to fixed ranks.
         tolerance: relative deviation of the number selected by a reused threshold from k, above which the call finds
             another one: the local one exactly, the global one to within half of this (default: 0.1).
 
@@ -85,14 +79,12 @@ class OkTopk(Algorithm):
     repartition: str = "histogram"
     exact: bool = False
     tolerance: float = 0.1
-    levels: int | None = None
 
     _calls: int = field(default=0, init=False, repr=False)
     _key: list[int] = field(default_factory=lambda: [-1, -1], init=False, repr=False)  # length and k of the last call
     _boundaries: list[int] = field(default_factory=list, init=False, repr=False)
     _edges: list[int] = field(default_factory=list, init=False, repr=False, compare=False)  # of the regions' chunks
     _owners: list[int] = field(default_factory=list, init=False, repr=False)  # rank of each region
-    _on_grid: bool = field(default=False, init=False, repr=False)  # whether the regions are those of a grid
     _overloaded: bool = field(default=False, init=False, repr=False)  # repartition at the next call
     _local: ThresholdReuse = field(default_factory=ThresholdReuse, init=False, repr=False)
     _global: ThresholdReuse = field(default_factory=ThresholdReuse, init=False, repr=False)
@@ -102,8 +94,6 @@ class OkTopk(Algorithm):
         for name in ("tau", "tau_prime", "bucket"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.levels not in (None, 1, 2):
-            raise ValueError(f"levels: expected None, 1 or 2, got {self.levels!r}")
         if self.repartition not in partition.METHODS:
             raise ValueError(f"repartition: expected one of {', '.join(partition.METHODS)}, got {self.repartition!r}")
         if not self.balance_factor >= 1 or not self.tolerance >= 0:
@@ -133,32 +123,28 @@ class OkTopk(Algorithm):
         for reuse in (self._local, self._global):
             reuse.reset()
 
-    def alike(self) -> tuple[int, int]:
+    def replicated_state(self) -> tuple[int, int]:
         return self._calls, digest(self._boundaries)
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         self._adapt_state_to(x.length, k)
         if len(self._owners) != channel.size or self._calls % self.tau == 0 or self._overloaded:
             with channel.phase("repartition"):
-                self._boundaries, self._owners = self._space_repartition(channel, x, k)
+                self._boundaries, self._owners = self._space_repartition(channel, x)
                 self._overloaded = False
-        loss = Loss(channel)
         with channel.phase("split"):
-            if self._on_grid:
-                reduced, load = grid.reduce_scatter(channel, x, self._boundaries, loss)
-            else:
-                reduced, load = self._split_and_reduce(channel, x, k)
+            reduced, load = self._split_and_reduce(channel, x, k)
         with channel.phase("threshold"):
             chosen, largest, sizes = self._select_global(channel, reduced, load, k)
         with channel.phase("gather"):
             final = channel.round(chosen.astype(x.dtype))
             value = self._balance_and_allgatherv(channel, final.drop_zeros(), largest, sizes).astype(x.dtype)
-        chunks = 1 if self._on_grid else self._chunk_count(x, k, channel)
+        chunks = self._chunk_count(x, k, channel)
         self._edges = value.subdivide(self._boundaries, chunks) if chunks > 1 else []
         self._calls += 1
 
         def contributed() -> SparseVector:
-            loss.add(chosen.rounding_error(final))  # it stays with the owner of the region
+            loss = Loss(channel, chosen.rounding_error(final))  # it stays with the owner of the region
             loss.restrict_to(value)
             share = loss.subtract_from(x.intersect(value))
             assert isinstance(share, SparseVector)
@@ -168,13 +154,9 @@ class OkTopk(Algorithm):
 
     # 2. space repartition
 
-    def _space_repartition(self, channel: Channel, x: SparseVector, k: int) -> tuple[list[int], list[int]]:
+    def _space_repartition(self, channel: Channel, x: SparseVector) -> tuple[list[int], list[int]]:
         """Return P + 1 boundaries and the owner of each region, the same on every rank."""
         edges = partition.boundaries(channel.transport, x, self.repartition)
-        levels = self.levels or oktopk_levels(x.length, k, channel.size, channel.transport.network)
-        self._on_grid = levels == 2 and channel.size > 2
-        if self._on_grid:
-            return edges, grid.Grid(channel.size).order()
         if self.repartition != "histogram" or channel.size == 1:
             return edges, list(range(channel.size))
         return edges, partition.owners(channel.transport, x, edges)
@@ -280,8 +262,6 @@ class OkTopk(Algorithm):
         if sizes is not None:
             mine = balanced(channel, mine, [sizes[owner] for owner in order], order)
             largest = -(-sum(sizes) // len(sizes))
-        if self._on_grid:
-            return grid.allgather(channel, mine)
         chunks = pipeline.chunks(largest * (mine.dtype.itemsize + 1), channel.transport.one_node)
         if chunks > 1 and channel.size > 1:
             parts = (mine.slice_entries(mine.nnz * j // chunks, mine.nnz * (j + 1) // chunks) for j in range(chunks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
@@ -10,7 +10,7 @@ from sparsecoll.algorithms.primitives import partition
 from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
 from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.errors import check_choice
-from sparsecoll.formats import FORMATS, Format, Quantized
+from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.network import Network
@@ -29,9 +29,7 @@ class SparCML(Algorithm):
     "split_allgather" (SSAR_Split_allgather): each rank sends to every other rank the entries in that rank's region
     (equal widths, P - 1 messages); the summed regions are gathered as sparse streams.
 
-    "dynamic" (DSAR_Split_allgather): as split_allgather, but a region is sent densely as soon as that is smaller. Dense
-    regions may be quantized to `bits` bits per value with stochastic rounding; the rounding error is not part of
-    `contributed`.
+    "dynamic" (DSAR_Split_allgather): as split_allgather, but a region is sent densely as soon as that is smaller.
 
     "auto": the variant with the shortest time in the alpha-beta model, at the fill-in of uniform supports.
 
@@ -47,48 +45,31 @@ class SparCML(Algorithm):
         k: as in `sparsecoll.Algorithm`.
         selector: as in `sparsecoll.Algorithm`.
         variant: "auto" (the default), "recursive_double", "split_allgather" or "dynamic".
-        bits: bits per value of quantized dense regions, 8, 4 or 2, for variant="dynamic" with float32 or float64
-            values; None, the default, for no quantization.
-        seed: seed of the stochastic rounding (default: 0); each call derives its own from it.
         network: the alpha and beta by which "auto" chooses; None, the default, for 50 us and 1 Gb/s.
 
     Raises:
-        ValueError: An option is out of range, or `bits` is used with another variant.
+        ValueError: `variant` is none of these.
     """
 
     name = "sparcml"
     semantics = "exact_sum"
+    takes_ops = True
 
     variant: str = "auto"
-    bits: int | None = None
-    seed: int = 0
     network: Network | None = None
-    _calls: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("variant", self.variant, VARIANTS)
-        if self.bits is not None and self.variant != "dynamic":
-            raise ValueError(f"bits: expected None unless variant='dynamic', got {self.bits} with {self.variant!r}")
-        if self.bits is not None:
-            Quantized(self.bits)
-
-    @property
-    def takes_ops(self) -> bool:  # type: ignore[override]
-        """Whether no sums are quantized."""
-        return self.bits is None
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
-        quantized = self._quantized(x)
-        self._calls += 1
-        variant = self._fastest(x.length, k, channel.size) if self.variant == "auto" else self.variant
+        variant = self.variant
+        if variant == "auto":
+            times = sparcml_seconds(x.length, k, channel.size, self.network or Network())
+            variant = min(times, key=lambda name: times[name])
         if variant == "recursive_double":
             return self._recursive_double(channel.with_format(channel.format.sparse()), x)
-        return self._split_allgather(channel, x, k, variant == "dynamic", quantized)
-
-    def _fastest(self, n: int, k: int, P: int) -> str:
-        times = sparcml_seconds(n, k, P, self.network or Network())
-        return min(times, key=lambda variant: times[variant])
+        return self._split_allgather(channel, x, k, variant == "dynamic")
 
     # SSAR_Recursive_double
 
@@ -121,17 +102,14 @@ class SparCML(Algorithm):
 
     # SSAR_Split_allgather, DSAR_Split_allgather
 
-    def _split_allgather(
-        self, channel: Channel, x: SparseVector, k: int, dynamic: bool, quantized: Format | None
-    ) -> Reduction:
-        form, dense = channel.format, FORMATS["dense"]
-        split = channel.with_format(form.sparse_or(dense) if dynamic else form.sparse())
-        gather = channel.with_format(form.sparse_or(quantized or dense) if dynamic else form.sparse())
+    def _split_allgather(self, channel: Channel, x: SparseVector, k: int, dynamic: bool) -> Reduction:
+        form = channel.format.sparse_or(FORMATS["dense"]) if dynamic else channel.format.sparse()
+        channel = channel.with_format(form)
         with channel.phase("split"):
             regions = x.split(partition.boundaries(channel.transport, x, "even"))
-            total = channel.merge(exchange(split, regions.__getitem__), partial=True)
+            total = channel.merge(exchange(channel, regions.__getitem__), partial=True)
         with channel.phase("gather"):
-            gathered = gather.allgather(total.astype(x.dtype), k)
+            gathered = channel.allgather(total.astype(x.dtype), k)
             value = SparseVector.concatenate([part.astype(x.dtype) for part in gathered])
 
         def contributed() -> Vector:
@@ -139,13 +117,6 @@ class SparCML(Algorithm):
             return Loss(channel, SparseVector.merge([total, -arrived], total.dtype).drop_zeros()).subtract_from(x)
 
         return Reduction(value, contributed)
-
-    def _quantized(self, x: SparseVector) -> Format | None:
-        if self.bits is None:
-            return None
-        if x.dtype.name not in ("float32", "float64"):
-            raise ValueError(f"bits: expected None for {x.dtype}, got {self.bits}")
-        return Quantized(self.bits, seed=self.seed + self._calls)
 
 
 def sparcml_seconds(n: int, k: int, P: int, network: Network) -> dict[str, float]:

@@ -50,11 +50,6 @@ def compressor(text: str, **options: Any) -> Any:
     return _made("compressor", text, COMPRESSORS, Compressor, **options)
 
 
-def takes(make: Callable[..., Any], option: str) -> bool:
-    """Return whether a class or function has an option of this name."""
-    return option in inspect.signature(make).parameters
-
-
 def is_own(text: str) -> bool:
     """Return whether a text names a class by its module, which not every rank may be able to import."""
     return re.search(r"(^|=)[\w.]+:\w+(:|,|$)", text) is not None

@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -203,6 +204,10 @@ def measure(
 def runner(comm: Any, call: Call) -> Run:
     """Return a function that makes the call and returns bytes sent and received, messages sent, and entries."""
     if call.algo == MPI_ALLREDUCE:
+        if not hasattr(comm, "Allreduce"):
+            raise ValueError(
+                f"algo: expected another one without a communicator of MPI, got {MPI_ALLREDUCE}: use dense"
+            )
         out: list[NDArray[Any]] = []
 
         def dense(vector: NDArray[Any]) -> tuple[float, float, float, int]:
@@ -320,7 +325,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout that this package is in; empty if it is not in one.
+    """Return the commit of the checkout that has this file; empty if there is none, or no git.
 
     It ends in "-dirty" if a file has changed since, other than rows and pages, which measurements write.
     """
@@ -329,6 +334,8 @@ def _commit() -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
+    if shutil.which("git") is None or not git("ls-files", __file__):  # or the repository around an environment
+        return ""
     own = (":/", ":(top,exclude)perf/results", ":(top,exclude)docs")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *own)
     return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparsecoll.algorithms.auto.costmodel import EXACT, VALUE, Message, Shape, seconds
-from sparsecoll.algorithms.primitives.estimates import oktopk_levels, rounds
+from sparsecoll.algorithms.primitives.estimates import rounds
 from sparsecoll.bench.timing import MPI_ALLREDUCE
 from sparsecoll.transport.network import Network
 
@@ -54,8 +54,6 @@ def predict(n: int, density: float, ranks: int, network: Network, one_node: bool
     shape = Shape(n, k, ranks, WIDTH, one_node, network)
     times = seconds(shape)
     volumes = seconds(_Volume(n, k, ranks, WIDTH, one_node, Network(0.0, 1.0), shape))
-    if oktopk_levels(n, k, ranks, network) == 2:
-        volumes["oktopk"] = 3 * shape.message(k).bytes
     rest, rises, size = (ranks - 1) / ranks, rounds(ranks), WIDTH * n
     whole = rises * (network.alpha + network.beta * size + VALUE * n)
     parts = 2 * rises * network.alpha + rest * (2 * network.beta * size + VALUE * n)

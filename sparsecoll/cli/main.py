@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import logging
 import os
 import signal
@@ -12,16 +13,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 
 from sparsecoll._version import __version__
 from sparsecoll.bench import timing
@@ -46,7 +44,7 @@ NETWORKS = {
     "100gbit": Network(3e-6, 0.08e-9),
     "memory": ONE_NODE,
 }
-COLOURS = {"good": "green", "could be better": "yellow", "broken": "red"}
+COLOURS = {"good": 32, "could be better": 33, "broken": 31}  # of ECMA-48: green, yellow, red
 INTERRUPTED = 128 + signal.SIGINT  # the status of a command that Ctrl-C has ended, as shells have it
 UNSEEN_SECONDS = 3  # until a process that goes on after Ctrl-C is ended
 
@@ -55,7 +53,7 @@ def _doctor(options: argparse.Namespace) -> None:
     """Check this machine, its MPI and this installation, try a sum on two ranks, and suggest improvements."""
     from sparsecoll.cli import doctor
 
-    found, console = [], Console(soft_wrap=True, highlight=False)
+    found = []
     with doctor.joined_or_alone() as (comm, trouble):
         if options.json:
             _check_writable(comm, options.json)
@@ -63,9 +61,11 @@ def _doctor(options: argparse.Namespace) -> None:
         for finding in doctor.examine(comm, trouble):
             found.append(finding)
             if shown:
-                advice = f"\n{'':<17}[bold]-> {escape(finding.advice)}[/]" if finding.advice else ""
-                state = f"[{COLOURS[finding.state]}]{finding.state:<17}[/]"
-                console.print(f"{state}{finding.subject}: {escape(finding.found)}{advice}")
+                state = f"{finding.state:<17}"
+                state = f"\x1b[{COLOURS[finding.state]}m{state}\x1b[0m" if sys.stdout.isatty() else state
+                advice = f"{'':<17}-> {finding.advice}\n" if finding.advice else ""
+                sys.stdout.write(f"{state}{finding.subject}: {finding.found}\n{advice}")
+                sys.stdout.flush()
     if not shown:
         return
     if options.json:
@@ -97,7 +97,7 @@ def _gain(options: argparse.Namespace) -> None:
     network = _network(options)
     found = gain.predict(options.n, options.density, options.ranks, network, options.network == "memory")
     sys.stdout.write(f"{gain.table(found)}\n{gain.advice(found)}\n")
-    sys.stdout.write(f"{network}; selecting: {gain.SOURCE}\n")
+    sys.stdout.write(f"{network}\nselecting: {gain.SOURCE}\n")
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -120,16 +120,12 @@ def _bench_on(comm: Any, options: argparse.Namespace) -> None:
             given = _everywhere(comm, partial(timing.from_file, options.gradient, rank), lambda given: given.n)
         calls = _everywhere(comm, partial(_calls, options, given.base.dtype if given else np.float32))
 
-    def rows() -> Iterable[timing.Row]:
-        for n in [0] if given else options.n:
-            vectors = given or _everywhere(comm, partial(timing.heavy_tailed, n, rank))
-            for call in calls:
-                yield timing.measure(comm, call, vectors, options.repeat)
-
     report = Report([str(call) for call in calls], options.json) if _writes(comm) else None
-    lengths = 1 if options.gradient else len(options.n)
-    for row in _with_progress(rows(), len(calls) * lengths, report is not None):
-        _everywhere(comm, partial(report.add, row) if report else lambda: None)
+    for n in [0] if given else options.n:
+        vectors = given or _everywhere(comm, partial(timing.heavy_tailed, n, rank))
+        for call in calls:
+            row = timing.measure(comm, call, vectors, options.repeat)
+            _everywhere(comm, partial(report.add, row) if report else lambda: None)
     transport = as_transport(comm)
     network = measured_network(comm) if transport.size > 1 else None
     if network and _writes(comm):
@@ -149,10 +145,9 @@ def _simulate(options: argparse.Namespace) -> None:
             raise ValueError(f"--algo: {MPI_ALLREDUCE} is MPI's own and cannot be simulated; use dense")
         calls = _calls(options, np.float32)
     more = options.repeat, _network(options), options.ranks_per_node
-    todo = [(ranks, n, call) for ranks in options.ranks for n in options.n for call in calls]
     report = Report([str(call) for call in calls], options.json)
-    for row in _with_progress((timing.simulated(*one, *more) for one in todo), len(todo), True):
-        report.add(row)
+    for one in itertools.product(options.ranks, options.n, calls):
+        report.add(timing.simulated(*one, *more))
 
 
 def _plot(options: argparse.Namespace) -> None:
@@ -182,14 +177,6 @@ def _calls(options: argparse.Namespace, dtype: Any) -> list[timing.Call]:
 def _network(options: argparse.Namespace) -> Network:
     given = {name: getattr(options, name) for name in ("alpha", "beta") if getattr(options, name) is not None}
     return replace(NETWORKS[options.network], **given)
-
-
-def _with_progress(rows: Iterable[timing.Row], total: int, shown: bool) -> Iterable[timing.Row]:
-    """Yield the rows; show a progress bar if stderr is a terminal while the rows go to a file."""
-    console = Console(stderr=True, quiet=not shown)
-    wanted = shown and console.is_terminal and not sys.stdout.isatty()
-    with Progress(console=console, transient=True, disable=not wanted) as progress:
-        yield from progress.track(rows, total=total, description="measuring")
 
 
 def _everywhere(comm: Any, work: Callable[[], T], length: Callable[[T], int] | None = None) -> T:

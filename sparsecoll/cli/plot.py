@@ -1,30 +1,23 @@
 """Draws figures from rows of `bench`: stacked phases, time against density, time and volume against P.
 
-Needs matplotlib. Lines differ by colour, dash and marker and have their names at their ends, and bars differ by hatch,
-so that figures are legible in black and white.
+Needs matplotlib. Bars differ by hatch and lines as in `style`, so that figures are legible in black and white.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from sparsecoll.bench.timing import Row
+from sparsecoll.cli.style import STYLES, axes_of, draw, save, spread
 from sparsecoll.telemetry.trace import KINDS
 
 PARTS = (*KINDS, "other")
 HATCHES = dict(zip(PARTS, ("///", "...", "\\\\\\", "xx", "++", "", "--"), strict=True))
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c564b", "#e69f00", "#56b4e9", "#5b3fa0")
-DASHES = ("-", (0, (6, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-MARKERS = "osD^vP*X"
-GREYS = ("black", "0.35", "0.55")  # of dense references
-APART = 0.055  # of the height of a figure: between the names of lines
 NEEDED = ("n", "P", "density", "seconds")  # columns without which there is no figure
 NUMBERS = (*NEEDED, *PARTS, "bytes_received")
-WIDTH = 7.0  # inches; a text column
 
 
 def rows_of(path: str | Path) -> list[Row]:
@@ -50,7 +43,7 @@ def rows_of(path: str | Path) -> list[Row]:
 
 
 def chosen(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
-    """Return the rows of the named lines and of dense sums; all rows if no line is named.
+    """Return the rows of the named lines, and of dense sums if none of these is named; all rows if no line is named.
 
     Raises:
         ValueError: A name is that of no line.
@@ -59,7 +52,9 @@ def chosen(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
     wrong = [name for name in names if name not in known]
     if wrong:
         raise ValueError(f"--algo: expected some of {', '.join(known)}, got {', '.join(wrong)}")
-    return [row for row in rows if not names or row["density"] == 1.0 or label(row) in names]
+    dense = {label(row) for row in rows if row["density"] == 1.0}
+    wanted = {*names, *(() if dense.intersection(names) else dense)}
+    return [row for row in rows if not names or label(row) in wanted]
 
 
 def make_folder(path: Path) -> None:
@@ -83,22 +78,9 @@ def label(row: Row) -> str:
     return " ".join([row["algo"], *extra])
 
 
-def _axes(height: float = 3.6) -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="both", linewidth=0.3)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
 def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     """A bar for each row: milliseconds by kind of work (mean over the ranks)."""
-    figure, axes = _axes(1.2 + 0.32 * len(rows))
+    figure, axes = axes_of(1.2 + 0.32 * len(rows))
     names = [label(r) + ("" if r["density"] in (None, 1.0) else f", {100 * r['density']:.3g} %") for r in rows]
     positions = range(len(rows))  # rows may have the same name
     left = [0.0] * len(rows)
@@ -113,70 +95,40 @@ def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     axes.set_xlabel("milliseconds")
     axes.set_title(title, fontsize="medium", loc="left")
     figure.legend(fontsize="small", ncols=len(PARTS), loc="outside lower center", frameon=False)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = "", scale: float = 1.0) -> None:
-    """A line for each label: column y times `scale` against column x, both logarithmic; dense sums in grey.
+    """A line for each label: column y times `scale` against column x, both logarithmic.
 
     Raises:
-        ValueError: There are more lines than can be told apart, beside those of dense sums.
+        ValueError: There are more lines than can be told apart.
     """
-    found = {name: [r for r in rows if label(r) == name and r.get(y)] for name in dict.fromkeys(map(label, rows))}
-    found = {name: some for name, some in found.items() if some}
-    dense = [name for name, some in found.items() if all(r["density"] == 1.0 for r in some)]
-    sparse = [name for name in found if name not in dense]
-    if len(sparse) > len(COLOURS):
+    ticks = sorted({r[x] for r in rows} - ({1.0} if x == "density" else set()))
+    series: dict[str, list[tuple[float, float]]] = {}
+    for name in dict.fromkeys(map(label, rows)):
+        points = sorted((r[x], scale * r[y]) for r in rows if label(r) == name and r.get(y))
+        if points and x == "density" and all(density == 1.0 for density, _ in points):  # the same at every density
+            points = [(tick, points[0][1]) for tick in ticks]
+        if points:
+            series[name] = points
+    if len(series) > len(STYLES):
+        known = ", ".join(series)
         raise ValueError(
-            f"--algo: expected at most {len(COLOURS)} lines in a figure beside dense sums, got {len(sparse)}:"
-            f" choose among {', '.join(sparse)}"
+            f"--algo: expected at most {len(STYLES)} lines in a figure, got {len(series)}: choose among {known}"
         )
-    figure, axes = _axes()
-    ends: dict[str, Any] = {}
-    for number, name in enumerate([*dense, *sparse]):
-        points = sorted((r[x], scale * r[y]) for r in found[name])
-        number -= len(dense) if name in sparse else 0
-        look = {"linestyle": DASHES[number % len(DASHES)], "linewidth": 1.2}
-        look["color"] = GREYS[number % len(GREYS)] if name in dense else COLOURS[number]
-        if name in dense and x == "density":  # the same at every density
-            ends[name] = axes.axhline(points[0][1], **look), (None, points[0][1])
-            continue
-        if name in sparse:
-            look |= {"marker": MARKERS[number], "markersize": 4.5}
-        ends[name] = axes.plot(*zip(*points, strict=True), label=name, **look)[0], points[-1]
+    figure, axes = axes_of()
+    names = draw(axes, series)
     axes.set_xscale("log", base=2 if x == "P" else 10)
     axes.set_yscale("log")
     _number_ticks(axes.yaxis)
-    ticks = sorted({r[x] for r in rows} - ({1.0} if x == "density" else set()))
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.set_xticks([], minor=True)
     axes.set_xlabel({"P": "ranks", "density": "density k / n"}.get(x, x))
     axes.set_ylabel(AXES.get(y, y))
     axes.set_title(title, fontsize="medium", loc="left")
-    _name_ends(axes, ends)
-    figure.savefig(path)
-
-
-def _name_ends(axes: Any, ends: dict[str, Any]) -> None:
-    """Write the name of each line beside its end, as near to its height as the other names allow."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    places = {}
-    for name, (_, (last, height)) in ends.items():
-        right, up = to_axes.transform((last or axes.get_xlim()[1], height))
-        places[name] = (1.0 if last is None else right, up)
-    names = sorted(places, key=lambda name: places[name][1])
-    heights = [places[name][1] for name in names]
-    for _ in range(200):  # neighbours that are too near push each other away
-        for i, j in pairwise(range(len(heights))):
-            push = max(APART - (heights[j] - heights[i]), 0.0) / 2
-            heights[i], heights[j] = heights[i] - push, heights[j] + push
-    for name, height in zip(names, heights, strict=True):
-        colour = ends[name][0].get_color()
-        axes.annotate(
-            name, places[name], (1.03, height), "axes fraction", "axes fraction", color=colour, fontsize="x-small",
-            va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
-        )  # fmt: skip
+    spread(axes, names)
+    save(figure, path)
 
 
 def _number_ticks(axis: Any) -> None:

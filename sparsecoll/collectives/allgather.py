@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.messages import rows_of
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.collectives.signature import AnyComm, MoveOptions, T, Unpack, takes
 from sparsecoll.transport.call import CollectiveCall
 
@@ -38,14 +35,12 @@ def allgather(comm: AnyComm, x: T, **options: Unpack[MoveOptions]) -> list[T]:
     [0, 1, 2]
     """
     given = CallOptions.moving(**options)
-    return on_vectors(comm, "allgather", x, given, lambda call, x: _allgather(call, x, given))
 
+    def perform(call: CollectiveCall) -> list[T]:
+        channel, entries, back = given.agree(call, x, sums=False, converted=rows_of(given, x))
+        with channel.phase("gather"):
+            parts = channel.allgather(entries, max(channel.held, default=0))
+            call.transport.waitall()
+        return [back(part.astype(entries.dtype)) for part in parts]
 
-def _allgather(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:
-    """Agree on the arguments of an allgather and send the data."""
-    channel, entries, back = options.agree(call, x, sums=False, rows=rows_of(options, x))
-
-    with channel.phase("gather"):
-        parts = channel.allgather(entries, max(channel.held, default=0))
-        call.transport.waitall()
-    return [back(part.astype(entries.dtype)) for part in parts]
+    return blocking(comm, "allgather", given, perform)

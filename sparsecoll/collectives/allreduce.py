@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -11,10 +12,9 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.algorithms import Algorithm, LowBit, Reduction, SparCML, resolve
 from sparsecoll.algorithms.base import reduced
-from sparsecoll.collectives import convert
+from sparsecoll.collectives import convert, keyed
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.keyed import with_keys
-from sparsecoll.collectives.options import NOTHING, CallOptions, blocking, index_of_nan, signature_of
+from sparsecoll.collectives.options import NOTHING, CallOptions, blocking, index_of_nan
 from sparsecoll.collectives.signature import (
     Algo,
     AllreduceOptions,
@@ -36,7 +36,6 @@ from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
-from sparsecoll.vector.operation import Operation
 
 UNCHANGED = Back()
 MAX_KNOWN = 256  # validated arguments kept for a communicator
@@ -136,14 +135,7 @@ def allreduce(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack[Allr
     """
     return_reduction = options.pop("return_reduction", False)
     given = CallOptions(**options)  # type: ignore[misc]  # the option that was taken out
-    at_once = {"algo": "auto"} if isinstance(algo, str) and algo == "auto" and not return_reduction else None
-
-    def perform(call: CollectiveCall) -> Any:
-        if isinstance(x, SparseVector):  # nothing to convert
-            return _allreduce(call, x, algo, given, return_reduction)
-        return with_keys(call, x, given, lambda x: _allreduce(call, x, algo, given, return_reduction), at_once)
-
-    return blocking(comm, "allreduce", given, perform)
+    return blocking(comm, "allreduce", given, lambda call: _allreduce(call, x, algo, given, return_reduction))
 
 
 @dataclass(frozen=True)
@@ -164,14 +156,19 @@ class Arguments:
 
 
 def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, return_reduction: bool) -> Any:
-    """Return `allreduce` of any type that has a length."""
+    """Convert x, agree on the arguments, sum, and convert the result."""
     transport, vector, back, shape, layout = call.transport, x, UNCHANGED, (), NOTHING
     before = transport.traffic.copy() if return_reduction else transport.traffic
-    if not isinstance(x, (SparseVector, DenseVector)):
-        rows = options.as_rows(x, algo, return_reduction)
-        vector, back = rows or convert.to_vector(x)
-        shape = tuple(getattr(x, "shape", ()))
-        layout = back.layout()
+    if isinstance(x, (SparseVector, DenseVector)):
+        pass  # nothing to convert
+    elif convert.has_keys(x):
+        at_once = {"algo": "auto"} if isinstance(algo, str) and algo == "auto" and not return_reduction else None
+        vector, back, combined = keyed.to_vector(call, x, options, at_once)
+        if combined:
+            return back(options.result(vector, transport))
+    else:
+        vector, back = options.as_rows(x, algo, return_reduction) or convert.to_vector(x)
+        shape, layout = tuple(getattr(x, "shape", ())), back.layout()
     algorithm = resolve(algo, vector.width > 0)
     arguments = arguments_of(call, vector, algorithm, options, shape, layout)
     options = arguments.options
@@ -192,22 +189,22 @@ def allreduce_vectors(
     algorithm: Algorithm,
     options: CallOptions,
     preselected: bool = False,
-    alike: Mapping[str, Any] = NOTHING,
+    compared: Mapping[str, Any] = NOTHING,
     deferred: bool = False,
 ) -> Reduction:
     """`allreduce` of vectors, as the torch adapter uses it; may be called inside another CollectiveCall.
 
     Args:
         preselected: whether the vector consists of selected entries, all of which are sent (default: False).
-        alike: what else all ranks must have alike, by what errors call it: JSON values that can be hashed (default:
-            nothing).
+        compared: more values that must be the same on all ranks, by their names in errors: JSON values that can be
+            hashed (default: none).
         deferred: whether the result may be a sum that is not formed yet, see `Reduction.parts` (default: False).
 
     Returns:
         The algorithm's Reduction; its value may be a DenseVector, and is a sum whatever `options.op` says.
     """
     with CollectiveCall(transport, "allreduce", options.timeout) as call:
-        arguments = arguments_of(call, vector, algorithm, options, alike=alike)
+        arguments = arguments_of(call, vector, algorithm, options, compared=compared)
         return _reduce(call, vector, algorithm, arguments, None if preselected else arguments.k, deferred)
 
 
@@ -227,11 +224,11 @@ def _reduce(
     entries = contribution(vector, algorithm, selected, channel, options)
     counted = rows or counts_entries(algorithm, arguments.k, vector.length)
     message = early_message(algorithm, channel, entries) if counted and arguments.k is None else None
-    call.state = algorithm.alike()
+    call.state = algorithm.replicated_state()
     held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum, every=rows)
     channel.gathered, channel.deferred, channel.held = call.gathered, deferred, held
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
-    call.leaves(algorithm.alike())
+    call.leaves(algorithm.replicated_state())
     transport.traffic.total.seconds += transport.now() - start
     return reduction
 
@@ -244,7 +241,7 @@ def counts_entries(algorithm: Algorithm, k: int | None, length: int) -> bool:
 
 
 def early_message(algorithm: Algorithm, channel: Channel, entries: Vector) -> Buffer | None:
-    """Return what is sent together with the arguments of a call without k; see `Algorithm.early`."""
+    """Return the message that is sent together with the arguments of a call without k; see `Algorithm.early`."""
     if channel.size == 1 or entries.on_gpu or entries.width or channel.op.name == "replace":
         return None
     return algorithm.early(channel, entries)  # type: ignore[arg-type]
@@ -256,59 +253,44 @@ def arguments_of(
     algorithm: Algorithm,
     options: CallOptions,
     shape: tuple[int, ...] = (),
-    alike: Mapping[str, Any] = NOTHING,
+    compared: Mapping[str, Any] = NOTHING,
 ) -> Arguments:
     """Return the validated arguments of a call, which become its signature; validated once on a communicator."""
     known = call.transport.validated
     of_vector = type(vector), vector.length, vector.width, vector.dtype, vector.on_gpu, shape
     of_options = options, type(options.k), type(options.density)  # True equals 1
-    key = call.name, *of_vector, *of_options, type(algorithm), algorithm.k, algorithm.describe(), *alike.items()
+    key = call.name, *of_vector, *of_options, type(algorithm), algorithm.k, algorithm.describe(), *compared.items()
     try:
         found: Arguments | None = known.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return _validated(call, vector, algorithm, options, shape, alike)
-    if found is None:
-        found = _validated(call, vector, algorithm, options, shape, alike)
-        if len(known) >= MAX_KNOWN:
-            known.clear()
-        known[key] = found
-    call.signature = found.signature
-    return found
-
-
-def _validated(
-    call: CollectiveCall,
-    vector: Vector,
-    algorithm: Algorithm,
-    options: CallOptions,
-    shape: tuple[int, ...],
-    alike: Mapping[str, Any],
-) -> Arguments:
-    call.signature |= alike if len(shape) < 2 else {**alike, "shape": list(map(int, shape))}
+        found = None
+    if found is not None:
+        call.signature = found.signature
+        return found
+    call.signature |= compared if len(shape) < 2 else {**compared, "shape": list(map(int, shape))}
     options.check_operation(vector)
     k = options.resolve_k(vector.length, algorithm.k)
     dense = k is None and isinstance(vector, DenseVector)
     if dense and not algorithm.takes_dense:
         raise ValueError(f"k, density: expected one of them for a dense x with algo={algorithm.name!r}, got neither")
-    _check_takes(algorithm, options.operation)
+    if not options.operation.sums and not algorithm.takes_ops:
+        raise ValueError(
+            f"op: expected 'sum' or 'mean' with algo={algorithm.describe()}, got {options.operation.name!r}:"
+            ' use algo="auto" or another one that forms exact sums'
+        )
     options.check_dtype(vector.dtype, f"algo={algorithm.name!r}" if algorithm.sends_sums else None)
     call.signature |= {
         "x": "dense" if dense else "sparse",
-        **signature_of(vector, call.transport),
-        **options.signature(),
+        **options.signature(vector, call.transport),
         "k": k,
         "algo": algorithm.describe(),
     }
-    return Arguments(options, k, call.signature, call.checksum())
-
-
-def _check_takes(algorithm: Algorithm, op: Operation) -> None:
-    """Raise ValueError if the algorithm forms sums alone, and `op` is another operation."""
-    if not op.sums and not algorithm.takes_ops:
-        raise ValueError(
-            f"op: expected 'sum' or 'mean' with algo={algorithm.describe()}, got {op.name!r}:"
-            ' use algo="auto" or another one that forms exact sums'
-        )
+    found = Arguments(options, k, call.signature, call.checksum())
+    if len(known) >= MAX_KNOWN:
+        known.clear()
+    with contextlib.suppress(TypeError):
+        known[key] = found
+    return found
 
 
 def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: Channel, options: CallOptions) -> Vector:
@@ -344,7 +326,7 @@ def returned(
     if algorithm.returns_dense and isinstance(given, DenseVector) and isinstance(y, DenseVector):
         if options.operation.name == "mean":
             np.divide(y.values, transport.size, out=y.values)
-        return convert.dense_like(x, y)
+        return convert.to_array(x)(y)
     result = result_of(y, given, transport, options)
     return result if given is x else back(result)
 

@@ -10,11 +10,11 @@ from sparsecoll.algorithms import Algorithm, LowBit, resolve
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.allreduce import arguments_of, contribution, counts_entries, early_message, returned, run
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.collectives.signature import Algo, AnyComm, Dense, Given, ReduceOptions, T, Triple, Unpack, X, takes
 from sparsecoll.errors import CommunicationError
 from sparsecoll.select import Vector
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport import Transport
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
 from sparsecoll.transport.progress import Request, in_background
 from sparsecoll.vector import SparseVector
@@ -41,7 +41,7 @@ class _Allreduce:
         if k is None and counted and self._selecting.semantics != "exact_sum":
             raise ValueError(f"k, density: expected one of them for algo={self._selecting.name!r}, got neither")
         self._size, early = k or 0, False
-        call.state = self._selecting.alike()
+        call.state = self._selecting.replicated_state()
         if counted:
             entries = contribution(vector, self._selecting, k, channel, options)
             message = early_message(self._selecting, channel, entries) if k is None else None
@@ -50,7 +50,7 @@ class _Allreduce:
             early = all(call.agree(sends, options.check, every=False))
         else:
             call.agree(check=options.check)
-        self._algorithm, self._channel = self._selecting.settled(channel, vector, self._size, early)
+        self._algorithm, self._channel = self._selecting.persistent(channel, vector, self._size, early)
         transport.waitall()
         self._signature, self._checksum = arguments.signature, arguments.checksum
 
@@ -65,10 +65,10 @@ class _Allreduce:
         for algorithm in (self._selecting, self._algorithm):
             algorithm.sync_epoch(transport.epoch)
         entries = contribution(vector, self._selecting, self._k, self._channel, options)
-        call.state = self._algorithm.alike()
+        call.state = self._algorithm.replicated_state()
         call.agree(check=options.check, checksum=self._checksum)
         value = run(self._algorithm, self._channel, entries, self._size).value
-        call.leaves(self._algorithm.alike())
+        call.leaves(self._algorithm.replicated_state())
         return returned(self._algorithm, value, x, vector, back, transport, options)
 
 
@@ -80,7 +80,7 @@ def _to_vector(x: Any) -> tuple[Vector, Back]:
 
 
 def _kind_of(x: Any, vector: Vector) -> tuple[Any, ...]:
-    """Return what is the same for all vectors of a plan."""
+    """Return the properties that all vectors of a plan share."""
     shape = tuple(getattr(x, "shape", ()))
     return type(vector).__name__, vector.length, vector.dtype, vector.on_gpu, shape if len(shape) > 1 else None
 
@@ -139,13 +139,9 @@ def allreduce_init(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack
     [0.0, 4.0, 8.0]
     """
     given = CallOptions(**options)
-    transport = as_transport(comm, given.timeout)
-
-    def init() -> Plan[Any]:
-        with CollectiveCall(transport, NAME, given.timeout) as call:
-            return Plan(transport, given.timeout, _Allreduce(call, x, algo, given))
-
-    return transport.in_order(init)
+    return blocking(
+        comm, NAME, given, lambda call: Plan(call.transport, given.timeout, _Allreduce(call, x, algo, given))
+    )
 
 
 class Plan(Generic[R]):
@@ -174,9 +170,6 @@ class Plan(Generic[R]):
         self._transport, self._timeout = transport, timeout
         self._perform: Callable[[CollectiveCall, Any], R] | None = perform
         self._request: Request[R] | None = None
-
-    def __repr__(self) -> str:
-        return f"Plan({'freed' if self._perform is None else self._request or 'not started'})"
 
     def __call__(self, x: Any) -> R:
         """Return what `allreduce` returns for x with the plan's arguments. Collective.
@@ -218,7 +211,7 @@ class Plan(Generic[R]):
                 started.
         """
         if self._request is None:
-            raise CommunicationError("wait: expected a call started by start(x), got none")
+            raise CommunicationError("No call has been started: call start(x) before wait().")
         try:
             return self._request.wait(timeout)
         finally:
@@ -244,21 +237,25 @@ class Plan(Generic[R]):
             self.wait()
         self._perform = self._request = None
 
+    def __repr__(self) -> str:
+        state = "freed" if self._perform is None else self._request if self._request is not None else "not started"
+        return f"Plan({self._transport.size} ranks, {state})"
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Plan cannot be pickled or copied: call allreduce_init again")
 
     def _check_waited_for(self, what: str) -> None:
         if self._request is not None and not self._request.waited_for:
-            raise CommunicationError(f"{what}: expected wait() for the call started before")
+            raise CommunicationError(f"A started call is under way: call wait() before {what}().")
 
     def _prepared(self, x: Any) -> Callable[[], R]:
-        """Return the call for x as the plan is now: what was started before `free` or the end of `with` is finished."""
+        """Return the call for x as the plan is now: a call started before `free` or the end of `with` is finished."""
         perform = self._perform
 
         def call() -> R:
             with CollectiveCall(self._transport, NAME, self._timeout) as call:
                 if perform is None:
-                    raise CommunicationError("plan: expected one that is in use, got one after free()")
+                    raise CommunicationError("This plan has been freed: call allreduce_init again.")
                 return perform(call, x)
 
         return call

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from sparsecoll.collectives.messages import pack_all, unpack
+from sparsecoll.collectives.messages import exchange_messages, pack_all, unpack
 from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.collectives.signature import AnyComm, Many, MoveOptions, T, Unpack, takes
 from sparsecoll.transport.call import CollectiveCall
@@ -40,25 +38,18 @@ def alltoall(comm: AnyComm, x: Many[T], **options: Unpack[MoveOptions]) -> list[
     [1.0, 11.0, 21.0]
     """
     given = CallOptions.moving(**options)
-    return blocking(comm, "alltoall", given, lambda call: _alltoall(call, x, given))
 
+    def perform(call: CollectiveCall) -> list[T]:
+        rank, P = call.transport.rank, call.transport.size
+        call.signature |= given.signature()
+        if not isinstance(x, (list, tuple)):
+            raise TypeError(f"x: expected a list of {P} vectors, one for each rank, got {type(x).__name__}")
+        if len(x) != P:
+            raise ValueError(f"x: expected a list of {P} vectors, one for each rank, got {len(x)}")
+        messages = pack_all(given, x, range(P))
+        call.agree(check=given.check)
+        sources = [(rank - step) % P for step in range(P)]
+        arrived = exchange_messages(call.transport, dict(enumerate(messages)), sources)
+        return [unpack(arrived[source]) for source in range(P)]
 
-def _alltoall(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:
-    """Agree on the arguments of an all-to-all and send the data."""
-    transport, rank, P = call.transport, call.transport.rank, call.transport.size
-    call.signature |= options.signature()
-    if not isinstance(x, (list, tuple)):
-        raise TypeError(f"x: expected a list of {P} vectors, one for each rank, got {type(x).__name__}")
-    if len(x) != P:
-        raise ValueError(f"x: expected a list of {P} vectors, one for each rank, got {len(x)}")
-    messages = pack_all(options, x, range(P))
-    call.agree(check=options.check)
-
-    with transport.phase("exchange"):
-        for step in range(1, P):
-            transport.isend((rank + step) % P, messages[(rank + step) % P])
-        sources = [(rank - step) % P for step in range(1, P)]
-        requests = {source: transport.irecv(source) for source in sources}
-        arrived = {rank: messages[rank]} | {source: requests[source].wait() for source in sources}
-        transport.waitall()
-    return [unpack(arrived[source]) for source in range(P)]
+    return blocking(comm, "alltoall", given, perform)

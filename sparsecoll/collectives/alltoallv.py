@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms.primitives import halving
-from sparsecoll.collectives.messages import pack_all, unpack
+from sparsecoll.collectives.messages import exchange_messages, pack_all, unpack
 from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.collectives.signature import AnyComm, MoveOptions, T, Unpack, takes
 from sparsecoll.formats import FORMATS
@@ -54,28 +54,19 @@ def alltoallv(comm: AnyComm, x: Mapping[int, T], **options: Unpack[MoveOptions])
     [[3], [0], [1], [2]]
     """
     given = CallOptions.moving(**options)
-    return blocking(comm, "alltoallv", given, lambda call: _alltoallv(call, x, given))
 
+    def perform(call: CollectiveCall) -> dict[int, T]:
+        transport = call.transport
+        call.signature |= given.signature()
+        destinations = _destinations(x, transport.size)
+        messages = dict(zip(destinations, pack_all(given, list(x.values()), destinations), strict=True))
+        call.agree(check=given.check)
+        with transport.phase("partners"):
+            sources = find_sources(transport, destinations)
+            transport.waitall()
+        return {source: unpack(message) for source, message in exchange_messages(transport, messages, sources).items()}
 
-def _alltoallv(call: CollectiveCall, x: Any, options: CallOptions) -> dict[int, Any]:
-    """Agree on the arguments, find the partners and send the data."""
-    transport, own = call.transport, call.transport.rank
-    call.signature |= options.signature()
-    destinations = _destinations(x, transport.size)
-    messages = dict(zip(destinations, pack_all(options, list(x.values()), destinations), strict=True))
-    call.agree(check=options.check)
-    with transport.phase("partners"):
-        sources = find_sources(transport, destinations)
-        transport.waitall()
-
-    with transport.phase("exchange"):
-        for to in sorted(destinations, key=lambda to: (to - own) % transport.size):
-            if to != own:
-                transport.isend(to, messages[to])
-        requests = {source: transport.irecv(source) for source in sources if source != own}
-        arrived = {s: requests[s].wait() if s in requests else messages[s] for s in sources}
-        transport.waitall()
-    return {source: unpack(message) for source, message in arrived.items()}
+    return blocking(comm, "alltoallv", given, perform)
 
 
 def _destinations(x: Any, P: int) -> list[int]:

@@ -42,17 +42,14 @@ def bcast(comm: AnyComm, x: T | None, root: int = 0, **options: Unpack[MoveOptio
     [2, 2, 2]
     """
     given = CallOptions.moving(**options)
-    return blocking(comm, "bcast", given, lambda call: _bcast(call, x, given, root))  # type: ignore[no-any-return]
 
+    def perform(call: CollectiveCall) -> Any:
+        transport = call.transport
+        call.signature["root"] = at = check_root(root, transport)
+        call.signature |= given.signature()
+        message = packed(given, x) if transport.rank == at else np.empty(0, np.uint8)
+        call.agree(check=given.check)
+        with transport.phase("broadcast"):
+            return unpack(spread(transport, message, at))
 
-def _bcast(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Any:
-    """Agree on the arguments of a broadcast and send the data."""
-    transport, message = call.transport, np.empty(0, np.uint8)
-    call.signature["root"] = root = check_root(root, transport)
-    call.signature |= options.signature()
-    if transport.rank == root:
-        message = packed(options, x)
-    call.agree(check=options.check)
-
-    with transport.phase("broadcast"):
-        return unpack(spread(transport, message, root))
+    return blocking(comm, "bcast", given, perform)  # type: ignore[no-any-return]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from sparsecoll.collectives.keyed import on_vectors
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.collectives.scan import scan_vectors
 from sparsecoll.collectives.signature import AnyComm, Dense, Given, Operator, ScanOptions, T, Triple, Unpack, X, takes
 from sparsecoll.vector import SparseVector
@@ -48,4 +47,4 @@ def exscan(comm: AnyComm, x: Any, op: Operator = "sum", **options: Unpack[ScanOp
     [0.0, 1.0, 2.0]
     """
     given = CallOptions(op=op, **options)
-    return on_vectors(comm, "exscan", x, given, lambda call, x: scan_vectors(call, x, given, inclusive=False))
+    return blocking(comm, "exscan", given, lambda call: scan_vectors(call, x, given, inclusive=False))

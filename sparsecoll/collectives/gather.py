@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.messages import rows_of
-from sparsecoll.collectives.options import CallOptions, check_root
+from sparsecoll.collectives.options import CallOptions, blocking, check_root
 from sparsecoll.collectives.signature import AnyComm, MoveOptions, T, Unpack, takes
 from sparsecoll.transport.call import CollectiveCall
 
@@ -41,20 +38,18 @@ def gather(comm: AnyComm, x: T, root: int = 0, **options: Unpack[MoveOptions]) -
     [[0, 1, 2], None, None]
     """
     given = CallOptions.moving(**options)
-    return on_vectors(comm, "gather", x, given, lambda call, x: _gather(call, x, given, root))
 
+    def perform(call: CollectiveCall) -> list[T] | None:
+        transport = call.transport
+        call.signature["root"] = at = check_root(root, transport)
+        channel, entries, back = given.agree(call, x, sums=False, converted=rows_of(given, x))
+        with channel.phase("gather"):
+            if transport.rank != at:
+                channel.isend(at, entries)
+                transport.waitall()
+                return None
+            requests = [None if rank == at else channel.irecv(rank) for rank in range(transport.size)]
+            parts = [entries.copy() if request is None else request.wait() for request in requests]
+        return [back(part.astype(entries.dtype)) for part in parts]
 
-def _gather(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> list[Any] | None:
-    """Agree on the arguments of a gather and send the data."""
-    transport = call.transport
-    call.signature["root"] = root = check_root(root, transport)
-    channel, entries, back = options.agree(call, x, sums=False, rows=rows_of(options, x))
-
-    with transport.phase("gather"):
-        if transport.rank != root:
-            channel.isend(root, entries)
-            transport.waitall()
-            return None
-        requests = [None if rank == root else channel.irecv(rank) for rank in range(transport.size)]
-        parts = [entries.copy() if request is None else request.wait() for request in requests]
-    return [back(part.astype(entries.dtype)) for part in parts]
+    return blocking(comm, "gather", given, perform)

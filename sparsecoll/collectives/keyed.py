@@ -1,34 +1,34 @@
-"""Collectives of what has keys and no length: mappings from integers, strings or tuples, and pandas Series.
+"""Collectives of types that have keys and no length: mappings from integers, strings or tuples, and pandas Series.
 
-`with_keys` makes vectors of them, of one length, dtype and table of keys on all ranks, and converts results back; the
-collectives themselves know vectors alone. All ranks use the wider of their dtypes, and the largest integer of all ranks
-plus one as the length. The index of a string is its position in a table of the keys of all ranks, see `convert.words`.
-With few keys, all entries go to all ranks together with what is compared, in one round. A bound of the integers on each
-rank goes with the number of its keys: a result of mappings that int64 or float64 might not hold exactly is refused.
+`to_vector` makes vectors of them, of one length, dtype and table of keys on all ranks. All ranks use the wider of their
+dtypes, and the largest integer of all ranks plus one as the length. The index of a string is its position in a table of
+the keys of all ranks, see `convert.words`. With few keys, all entries go to all ranks together with the arguments,
+in one round. A bound of the integers on each rank goes with the number of its keys: a result of mappings that int64 or
+float64 might not hold exactly is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.algorithms import Reduction
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert import words
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.keyed import EXACT, ToMapping
+from sparsecoll.collectives.convert.mappings import EXACT, ToMapping
 from sparsecoll.collectives.convert.words import Table, Text, table_of, unpacked
-from sparsecoll.collectives.options import CallOptions, blocking, signature_of
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, dtype_of
 from sparsecoll.vector.values import common_dtype
+
+if TYPE_CHECKING:
+    from sparsecoll.collectives.options import CallOptions
 
 KEYS = ("integers", "str", "bytes", "tuples")
 KINDS = 64  # more than types of keys times dtypes
@@ -38,34 +38,26 @@ HEAD = 8  # bytes of a message for `_kind_of` the entries
 KEY_BYTES = 64  # of a key on average, above which a rank does not send its keys in the first round
 
 Keyed = tuple[SparseVector, Back]
-T = TypeVar("T")
 
 
-def on_vectors(comm: Any, name: str, x: Any, options: CallOptions, perform: Callable[[CollectiveCall, Any], T]) -> T:
-    """Make a blocking call `perform(call, x)`, which gets a vector where x has keys, see `with_keys`."""
-    made = blocking(comm, name, options, lambda call: with_keys(call, x, options, lambda x: perform(call, x)))
-    return made  # type: ignore[no-any-return]
-
-
-def with_keys(
+def to_vector(
     call: CollectiveCall,
     x: Any,
     options: CallOptions,
-    perform: Callable[[Any], Any],
     at_once: dict[str, Any] | None = None,
     root: int | None = None,
-) -> Any:
-    """Return `perform(x)`; where x has keys, `perform` gets a vector, and its result is converted to the type of x.
+) -> tuple[Any, Back, bool]:
+    """Return a type with keys as a vector, of the same length, dtype and keys on all ranks; collective.
 
     Args:
         at_once: the arguments of a sum of this collective alone, by name, which ranks compare; None, the default, if
             few keys are not sent at once.
         root: the rank that alone receives the result; None, the default, for all ranks.
+
+    Returns:
+        (vector, Back of results, whether the vector is already the result, which only the root has if one is given).
     """
-    if not convert.has_keys(x):
-        return perform(x)
-    transport, message = call.transport, None
-    before = transport.traffic.copy()
+    message = None
     own, back = convert.to_vector(x)
     assert isinstance(own, SparseVector)
     call.signature["keyed"] = True
@@ -73,32 +65,24 @@ def with_keys(
     plain = options.k is None and options.density is None and options.format == "auto" and options.value_dtype is None
     if plain and at_once is not None:
         call.signature |= options.signature() | at_once
-        message = _message(own, back, transport.size)
+        message = _message(own, back, call.transport.size)
     own, back, total = _agree_on_kinds(call, own, back, options, message)
     blocks, call.gathered = call.gathered, []
     if message is not None and all(block.size for block in blocks):
         options.check_operation(own)
-        found = _combined(call, own, back, options, blocks) if root in (None, transport.rank) else None
-    elif root is not None and total and isinstance(back, ToMapping) and back.keys != KEYS[0]:
-        found = _words_at(root, call, own, back, options)
-    else:
-        vector, back = _with_common_keys(call, own, back, total, options.check)
-        del call.signature["keyed"]
-        y = perform(vector)
-        if isinstance(y, Reduction):
-            y.traffic = transport.traffic.since(before)
-            return y
-        return [back(part) for part in y] if isinstance(y, list) else None if y is None else back(y)
-    if found is None:
-        return None
-    whole, back = found
-    return back(options.result(whole, transport))
+        receives = root in (None, call.transport.rank)
+        return *(_combined(call, own, back, options, blocks) if receives else (None, back)), True
+    if root is not None and total and isinstance(back, ToMapping) and back.keys != KEYS[0]:
+        return *_words_at(root, call, own, back, options), True
+    vector, back = _with_common_keys(call, own, back, total, options.check)
+    del call.signature["keyed"]
+    return vector, back, False
 
 
 def _agree_on_kinds(
     call: CollectiveCall, x: SparseVector, back: Back, options: CallOptions, message: Buffer | None
 ) -> tuple[SparseVector, Back, int]:
-    """Return the entries of x in the dtype of all ranks, what converts results, and the number of all ranks' keys.
+    """Return the entries of x in the dtype of all ranks, their Back, and the number of all ranks' keys.
 
     Raises:
         TypeError: Keys are integers on some ranks and strings on others, or of two types of strings.
@@ -155,7 +139,7 @@ def _check_bounds(bounds: list[int], dtype: np.dtype[Any], op: str | None) -> No
 
 
 def _with_common_keys(call: CollectiveCall, x: SparseVector, back: Back, total: int, check: bool) -> Keyed:
-    """Return the entries of x as a vector of the length that all ranks agree on, and what converts such vectors."""
+    """Return the entries of x as a vector of the length that all ranks agree on, and the Back of such vectors."""
     if not total:
         return x, back
     if not isinstance(back, ToMapping) or back.keys == KEYS[0]:
@@ -182,7 +166,7 @@ def _message(x: SparseVector, back: Back, size: int) -> Buffer:
 
 
 def _combined(call: CollectiveCall, x: SparseVector, back: Back, options: CallOptions, blocks: list[Buffer]) -> Keyed:
-    """Return the entries of all ranks' messages combined, and what converts them."""
+    """Return the entries of all ranks' messages combined, and their Back."""
     channel, last = options.channel(call.transport, x), len(blocks) - 1
     arrays, keys = zip(*map(_parts, blocks), strict=True)
     typed = [array.astype(x.dtype, copy=False) for array in arrays]
@@ -213,14 +197,16 @@ def _parts(block: Buffer) -> tuple[Any, Buffer]:
 # Words on the root alone
 
 
-def _words_at(root: int, call: CollectiveCall, x: SparseVector, back: ToMapping, options: CallOptions) -> Keyed | None:
-    """Return the entries of all ranks combined, and what converts them, on the root; None on others.
+def _words_at(
+    root: int, call: CollectiveCall, x: SparseVector, back: ToMapping, options: CallOptions
+) -> tuple[SparseVector | None, ToMapping]:
+    """Return the entries of all ranks combined, and their Back, on the root; None on others.
 
     Each rank sends the root its own words, in the order of its indices, and their values.
     """
     transport = call.transport
     x, _ = options.to_entries(x, sums=True)
-    call.signature |= signature_of(x, transport) | options.signature() | {"length": None, "k": None}
+    call.signature |= options.signature(x, transport) | {"length": None, "k": None}
     call.agree(check=options.check)
     channel = options.channel(transport, x)
     x = channel.roundtrip(options.prepared(x, transport))
@@ -230,7 +216,7 @@ def _words_at(root: int, call: CollectiveCall, x: SparseVector, back: ToMapping,
             transport.isend(root, own.packed())
             channel.isend_dense(root, DenseVector(x.values))
             transport.waitall()
-            return None
+            return None, back
         texts, values = [], []
         for rank in range(channel.size):
             texts.append(own if rank == root else unpacked(transport.recv(rank)))
@@ -242,7 +228,7 @@ def _words_at(root: int, call: CollectiveCall, x: SparseVector, back: ToMapping,
 
 
 def _united(texts: list[Text], values: list[NDArray[Any]], back: ToMapping) -> tuple[list[SparseVector], ToMapping]:
-    """Return the entries of several ranks in one numbering of their words, and what converts such vectors."""
+    """Return the entries of several ranks in one numbering of their words, and the Back of such vectors."""
     every = Text.concatenate(texts)
     numbers, first = every.numbers()
     each = zip(np.split(numbers, np.cumsum([len(text) for text in texts])[:-1]), values, strict=True)

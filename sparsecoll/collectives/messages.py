@@ -1,4 +1,4 @@
-"""Messages that say what is in them: a vector, rows or an array, its shape and dtype, and the type it had.
+"""Messages that describe their content: a vector, rows or an array, its shape and dtype, and the type it had.
 
 Where ranks send vectors of different lengths or types, or a receiver has none of its own, the message of the vector's
 format is followed by a description (JSON) and by the description's size in 8 bytes.
@@ -7,17 +7,18 @@ format is followed by a description (JSON) and by the description's size in 8 by
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.options import PACKED, CallOptions
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer, decode
 from sparsecoll.kernels.memory import asarray_like, to_host
+from sparsecoll.transport import Transport
 from sparsecoll.vector import RowSparse, SparseVector, dtype_of
 
 SIZE_BYTES = 8
@@ -34,13 +35,14 @@ def rows_of(options: CallOptions, x: Any) -> tuple[RowSparse, Back] | None:
 
 def packed(options: CallOptions, x: Any) -> Buffer:
     """Return what the caller sends as one message."""
-    return pack(options, *options.to_entries(x, sums=False, rows=rows_of(options, x)))
+    return pack(options, *options.to_entries(x, sums=False, converted=rows_of(options, x)))
 
 
 def pack(options: CallOptions, entries: SparseVector, back: Back) -> Buffer:
     """Return a vector, or rows, as one message."""
     end = _description([entries.shape if entries.width else entries.length, entries.dtype.name, convert.to_text(back)])
-    message = options.format_of(entries.width).encode(entries, options.wire_dtype, room=end.size)
+    form = PACKED if entries.width else options.wire_format
+    message = form.encode(entries, options.wire_dtype, room=end.size)
     message[message.size - end.size :] = asarray_like(end, message)
     return message
 
@@ -81,3 +83,19 @@ def pack_all(options: CallOptions, xs: Sequence[Any], ranks: Sequence[int]) -> l
         except (ValueError, TypeError) as error:
             raise type(error)(str(error).replace("x:", f"x[{rank}]:", 1)) from error
     return messages
+
+
+def exchange_messages(transport: Transport, messages: dict[int, Buffer], sources: Iterable[int]) -> dict[int, Buffer]:
+    """Send messages[j] to each rank j, in the order rank + 1, rank + 2, ..., and return those of the sources, by rank.
+
+    A message of a rank to itself is returned as it is.
+    """
+    rank, size = transport.rank, transport.size
+    with transport.phase("exchange"):
+        for to in sorted(messages, key=lambda to: (to - rank) % size):
+            if to != rank:
+                transport.isend(to, messages[to])
+        requests = {source: transport.irecv(source) for source in sources if source != rank}
+        arrived = {s: requests[s].wait() if s in requests else messages[s] for s in sources}
+        transport.waitall()
+    return arrived

@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.algorithms import ROW_ALGORITHMS, Algorithm
-from sparsecoll.collectives import convert
+from sparsecoll.collectives import convert, keyed
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
@@ -81,12 +81,39 @@ class CallOptions:
 
     @functools.cached_property
     def operation(self) -> Operation:
-        """`op` and `missing` as an object."""
-        return operation_of(self.op, self.missing)
+        """`op`, a name or an operation of mpi4py, which is not imported for it, and `missing` as an object."""
+        op = self.op
+        if self.missing not in MISSING:
+            raise ValueError(f"missing: expected 'ignore' or 'zero', got {self.missing!r}")
+        if type(op).__module__ == "mpi4py.MPI" and type(op).__name__ == "Op":
+            mpi = sys.modules["mpi4py.MPI"]
+            name = next((name for known, name in MPI_NAMES.items() if op == getattr(mpi, known)), None)
+            if name is None:
+                known = ", ".join(f"MPI.{known}" for known in MPI_NAMES)
+                raise ValueError(f"op: expected one of {known}, got another operation of MPI")
+        elif not isinstance(op, str):
+            raise TypeError(
+                f"op: expected a name or an operation of mpi4py, got {op!r}: use one of {', '.join(OPERATIONS)}"
+            )
+        else:
+            name = op
+        if name not in OPERATIONS:
+            raise ValueError(f"op: expected one of {', '.join(OPERATIONS)}, got {op!r}")
+        return Operation(name, self.missing == "zero")
 
-    def signature(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, except `k` and `density`, which are compared as a number."""
-        return {
+    def signature(self, x: Vector | RowSparse | None = None, transport: Transport | None = None) -> dict[str, Any]:
+        """Return what must be the same on all ranks, except `k` and `density`, which are compared as a number.
+
+        Args:
+            x: vector or rows, whose length, dtype and memory are added; None, the default, if these may differ.
+            transport: the communicator, for x.
+        """
+        of_x: dict[str, Any] = {}
+        if x is not None:
+            memory = ("gpu, direct" if transport and transport.gpu_direct else "gpu, staged") if x.on_gpu else "host"
+            size = {"x": "rows", "n": x.length, "d": x.width} if x.width else {"length": x.length}
+            of_x = {**size, "dtype": x.dtype.name, "memory": memory}
+        return of_x | {
             "check": self.check,
             "format": repr(self.wire_format),
             "value_dtype": self.wire_dtype,
@@ -124,9 +151,7 @@ class CallOptions:
             raise TypeError(f"op: expected 'sum' for {dtype}, got 'mean': use floats, or divide the sum by the ranks")
         self.operation.fold(dtype)  # refuses dtypes
         if name in ("min", "max") and dtype.kind == "c":
-            raise TypeError(
-                f"op: expected another one for {dtype}, whose values have no order, got {name!r}: use abs(x)"
-            )
+            raise TypeError(f"op: expected one that needs no order of the values for {dtype}, got {name!r}: use abs(x)")
         if not self.operation.sums and x.on_gpu:
             raise TypeError(f"op: expected 'sum' or 'mean' for values on the GPU, got {name!r}: use arrays of NumPy")
         if not self.operation.sums and self.wire_format.lossy:
@@ -161,7 +186,7 @@ class CallOptions:
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where}")
 
     def as_rows(self, x: Any, algo: Any = "auto", return_reduction: bool = False) -> tuple[RowSparse, Back] | None:
-        """Return x as rows, and what converts a result to its type; None if a call takes x for a vector.
+        """Return x as rows, and the Back of its type; None if a call takes x for a vector.
 
         Types of other libraries are vectors in calls that select entries or ask for what only vectors have.
         """
@@ -173,17 +198,17 @@ class CallOptions:
                 return None
         return convert.to_rows(x)
 
-    def to_entries(self, x: Any, sums: bool, rows: tuple[Any, Back] | None = None) -> tuple[SparseVector, Back]:
-        """Return the entries that this rank sends, and a function that converts a result to the type of x.
+    def to_entries(self, x: Any, sums: bool, converted: tuple[Any, Back] | None = None) -> tuple[SparseVector, Back]:
+        """Return the entries, or rows, that this rank sends, and a function that converts a result to the type of x.
 
         Args:
             x: the caller's argument, of any type that `convert.to_vector` takes.
             sums: whether the collective sends partial sums and first selects the top k of x.
-            rows: x as rows, which are then what is returned; None, the default, for a vector.
+            converted: x as a vector or rows, and the Back of results; None, the default, for `convert.to_vector(x)`.
         """
-        vector, back = rows or convert.to_vector(x)
+        vector, back = converted or convert.to_vector(x)
         self.check_operation(vector)
-        self.check_dtype(vector.dtype, "partial sums" if sums and not rows else None)
+        self.check_dtype(vector.dtype, "partial sums" if sums and not vector.width else None)
         k = self.resolve_k(vector.length)
         if k is None and isinstance(vector, DenseVector):
             expected = (
@@ -198,13 +223,9 @@ class CallOptions:
         self.check_finite(entries)
         return entries, back
 
-    def format_of(self, width: int) -> Format:
-        """Return the format of messages of entries, or of rows of so many values."""
-        return PACKED if width else self.wire_format
-
     def channel(self, transport: Transport, x: Vector | RowSparse) -> Channel:
         """Return the channel of a call on vectors, or rows, of the length, width and dtype of x."""
-        form, finite = self.format_of(x.width), self.nonfinite == "raise"
+        form, finite = PACKED if x.width else self.wire_format, self.nonfinite == "raise"
         return Channel(transport, x.length, form, self.wire_dtype, self.operation, finite, x.width, x.dtype)
 
     def prepared(self, x: V, transport: Transport) -> V:
@@ -220,15 +241,17 @@ class CallOptions:
         return y.divide(transport.size) if mean else y  # type: ignore[return-value]
 
     def agree(
-        self, call: CollectiveCall, x: Any, sums: bool, rows: tuple[Any, Back] | None = None
+        self, call: CollectiveCall, x: Any, sums: bool, converted: tuple[Any, Back] | None = None
     ) -> tuple[Channel, SparseVector, Back]:
         """Agree on the arguments of the call; return its channel and `to_entries`, rounded as on the wire."""
-        entries, back = self.to_entries(x, sums, rows)
+        if converted is None and convert.has_keys(x):
+            converted = keyed.to_vector(call, x, self)[:2]
+        entries, back = self.to_entries(x, sums, converted)
+        rows = entries.width > 0
         call.signature |= {
-            **signature_of(entries, call.transport),
+            **self.signature(entries, call.transport),
             **convert.shape_of(x),
-            **(back.layout() if rows else NOTHING),
-            **self.signature(),
+            **back.layout(),
             "k": self.resolve_k(entries.length),
         }
         channel = self.channel(call.transport, entries)
@@ -257,13 +280,6 @@ def index_of_nan(x: Vector) -> Iterator[None]:
         raise NonFiniteError(f"{error}; the first value not finite is at index {x.first_not_finite()}") from error
 
 
-def signature_of(x: Vector | RowSparse, transport: Transport) -> dict[str, Any]:
-    """Return what must be the same for the vectors of all ranks: length, dtype, and the memory of messages."""
-    memory = ("gpu, direct" if transport.gpu_direct else "gpu, staged") if x.on_gpu else "host"
-    size = {"x": "rows", "n": x.length, "d": x.width} if x.width else {"length": x.length}
-    return {**size, "dtype": x.dtype.name, "memory": memory}
-
-
 def check_root(root: Any, transport: Transport) -> int:
     """Return `root` as an int; raise ValueError unless it is a rank of the communicator."""
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < transport.size:
@@ -287,24 +303,3 @@ def check_boundaries(boundaries: Any, length: int, parts: int) -> list[int]:
     if len(edges) != parts + 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
         raise ValueError(f"boundaries: expected {parts + 1} ascending ones from 0 to {length}, got {edges}")
     return edges
-
-
-def operation_of(op: Any, missing: Any) -> Operation:
-    """Return the operation that a caller asks for, by a name or as one of mpi4py, which is not imported for it."""
-    if missing not in MISSING:
-        raise ValueError(f"missing: expected 'ignore' or 'zero', got {missing!r}")
-    if type(op).__module__ == "mpi4py.MPI" and type(op).__name__ == "Op":
-        mpi = sys.modules["mpi4py.MPI"]
-        name = next((name for known, name in MPI_NAMES.items() if op == getattr(mpi, known)), None)
-        if name is None:
-            known = ", ".join(f"MPI.{known}" for known in MPI_NAMES)
-            raise ValueError(f"op: expected one of {known}, got another operation of MPI")
-    elif not isinstance(op, str):
-        raise TypeError(
-            f"op: expected a name or an operation of mpi4py, got {op!r}: use one of {', '.join(OPERATIONS)}"
-        )
-    else:
-        name = op
-    if name not in OPERATIONS:
-        raise ValueError(f"op: expected one of {', '.join(OPERATIONS)}, got {op!r}")
-    return Operation(name, missing == "zero")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from sparsecoll.algorithms.primitives.exchange import united
-from sparsecoll.collectives.keyed import with_keys
+from sparsecoll.collectives import convert, keyed
 from sparsecoll.collectives.options import CallOptions, blocking, check_root
 from sparsecoll.collectives.reduce_scatter import sum_of_region
 from sparsecoll.collectives.signature import AnyComm, Dense, Given, ReduceOptions, T, Triple, Unpack, X, takes
@@ -26,7 +25,7 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
     """Combine sparse vectors on one rank, by default as their sum. Collective.
 
     1. Reduce-scatter by recursive halving: rank j receives the result for the j-th of P equal parts of the coordinates.
-    2. Every rank sends its part to the root; with more than 64 ranks, neighbours unite theirs on the way.
+    2. Every rank sends its part to the root.
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
@@ -40,8 +39,8 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
 
     Volume: each rank receives 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are
     distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum, in P - 1 messages.
-    With more than 64 ranks it receives the sum in ceil(log2 P), and other ranks parts of it on their way. Each rank
-    sends keys that are strings to the root, with their values; few keys go to all ranks, as in `sparsecoll.allreduce`.
+    Each rank sends keys that are strings to the root, with their values; few keys go to all ranks, as in
+    `sparsecoll.allreduce`.
 
     See Also:
         `sparsecoll.allreduce`, `sparsecoll.reduce_scatter`.
@@ -53,20 +52,27 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
     [None, array([1., 1., 0., 0., 2., 0.])]
     """
     given = CallOptions(**options)
-    return blocking(comm, "reduce", given, lambda call: _reduce(call, x, given, root))
 
+    def perform(call: CollectiveCall) -> Any:
+        call.signature["root"] = at = check_root(root, call.transport)
+        converted = None
+        if convert.has_keys(x):
+            vector, back, combined = keyed.to_vector(call, x, given, at_once={}, root=at)
+            if combined:
+                return None if vector is None else back(given.result(vector, call.transport))
+            converted = vector, back
+        channel, entries, back = given.agree(call, x, sums=True, converted=converted)
+        n, P = entries.length, channel.size
+        mine = sum_of_region(channel, entries, [n * j // P for j in range(P + 1)])
+        with channel.phase("gather"):
+            mine = mine.astype(entries.dtype)
+            if channel.rank != at:
+                channel.isend(at, mine)
+                call.transport.waitall()
+                return None
+            parts = [mine if source == at else channel.recv(source).astype(mine.dtype) for source in range(P)]
+            call.transport.waitall()
+        whole = SparseVector.concatenate(parts)._copy_if_overlapping(entries)
+        return back(given.result(whole, call.transport))
 
-def _reduce(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Any:
-    """Agree on the arguments of a reduce and send the data."""
-    call.signature["root"] = root = check_root(root, call.transport)
-    return with_keys(call, x, options, lambda x: _reduce_vectors(call, x, options, root), at_once={}, root=root)
-
-
-def _reduce_vectors(call: CollectiveCall, x: Any, options: CallOptions, root: int) -> Any:
-    channel, entries, back = options.agree(call, x, sums=True)
-    n, P = entries.length, channel.size
-    mine = sum_of_region(channel, entries, [n * j // P for j in range(P + 1)])
-    with channel.phase("gather"):
-        whole = united(channel, mine.astype(entries.dtype), root)
-    call.transport.waitall()
-    return None if whole is None else back(options.result(whole._copy_if_overlapping(entries), call.transport))
+    return blocking(comm, "reduce", given, perform)

@@ -9,12 +9,11 @@ from typing import Any, overload
 from sparsecoll import formats
 from sparsecoll.algorithms import Reduction
 from sparsecoll.algorithms.dense import sum_of_chunk
+from sparsecoll.algorithms.owners import OWNERS, RowOwners
 from sparsecoll.algorithms.primitives import halving
 from sparsecoll.algorithms.primitives.exchange import exchange
-from sparsecoll.algorithms.rows import OWNERS, RowOwners
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.keyed import on_vectors
-from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, check_boundaries, signature_of
+from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, blocking, check_boundaries
 from sparsecoll.collectives.signature import AnyComm, Dense, Edges, Given, RegionOptions, T, Triple, Unpack, X, takes
 from sparsecoll.select import Vector
 from sparsecoll.transport import Transport
@@ -78,9 +77,7 @@ def reduce_scatter(comm: AnyComm, x: Any, boundaries: Edges = None, **options: U
     """
     owner = options.pop("owner", None)
     given = CallOptions(**options)  # type: ignore[misc]  # the option that was taken out
-    return on_vectors(
-        comm, "reduce_scatter", x, given, lambda call, x: _reduce_scatter(call, x, given, boundaries, owner)
-    )
+    return blocking(comm, "reduce_scatter", given, lambda call: _reduce_scatter(call, x, given, boundaries, owner))
 
 
 def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundaries: Any, owner: Any) -> Any:
@@ -96,7 +93,7 @@ def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundari
     edges = as_edges(boundaries)
     owners = RowOwners(owner or "hash") if rows is not None and edges is None else None
     call.signature |= {"boundaries": edges, "owner": owners and owners.owner}
-    channel, entries, back = options.agree(call, x, sums=True, rows=rows)
+    channel, entries, back = options.agree(call, x, sums=True, converted=rows)
     if owners is None:
         part = sum_of_region(channel, entries, check_boundaries(edges, entries.length, transport.size))
     else:
@@ -115,7 +112,7 @@ def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int])
 
 
 def reduce_scatter_vectors(
-    transport: Transport, vector: Vector, options: CallOptions, alike: Mapping[str, Any] = NOTHING
+    transport: Transport, vector: Vector, options: CallOptions, compared: Mapping[str, Any] = NOTHING
 ) -> Reduction:
     """Reduce-scatter as the torch adapter uses it, into P equal regions; may be called inside another CollectiveCall.
 
@@ -123,7 +120,7 @@ def reduce_scatter_vectors(
 
     Args:
         vector: selected entries, all of which are sent, or a dense vector, of a length that P divides.
-        alike: what else all ranks must have alike, by what errors call it (default: nothing).
+        compared: more values that must be the same on all ranks, by their names in errors (default: none).
 
     Returns:
         Reduction: its value is this rank's region, from index 0 on, in the accumulator dtype.
@@ -134,7 +131,7 @@ def reduce_scatter_vectors(
             raise ValueError(f"x: expected a length that {size} ranks divide, got {n}")
         options.check_dtype(vector.dtype)
         kind = "dense" if isinstance(vector, DenseVector) else "sparse"
-        call.signature |= {**alike, **signature_of(vector, transport), **options.signature(), "x": kind}
+        call.signature |= {**compared, **options.signature(vector, transport), "x": kind}
         call.agree()
         channel, edges = options.channel(transport, vector), [n // size * j for j in range(size + 1)]
         channel.limit(vector.dtype)

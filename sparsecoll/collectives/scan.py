@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from sparsecoll.algorithms.primitives.prefix import prefix
-from sparsecoll.collectives.keyed import on_vectors
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.collectives.signature import AnyComm, Dense, Given, Operator, ScanOptions, T, Triple, Unpack, X, takes
 from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector
 
 
@@ -48,7 +47,7 @@ def scan(comm: AnyComm, x: Any, op: Operator = "sum", **options: Unpack[ScanOpti
     [[1.0, 0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0, 2.0]]
     """
     given = CallOptions(op=op, **options)
-    return on_vectors(comm, "scan", x, given, lambda call, x: scan_vectors(call, x, given))
+    return blocking(comm, "scan", given, lambda call: scan_vectors(call, x, given))
 
 
 def scan_vectors(call: CollectiveCall, x: Any, options: CallOptions, inclusive: bool = True) -> Any:
@@ -62,3 +61,25 @@ def scan_vectors(call: CollectiveCall, x: Any, options: CallOptions, inclusive: 
         result = prefix(channel, own, inclusive)
         call.transport.waitall()
     return back(result.astype(entries.dtype)._copy_if_overlapping(entries))
+
+
+def prefix(channel: Channel, x: SparseVector, inclusive: bool) -> SparseVector:
+    """Return the entries of the ranks up to this one combined in their order, without its own unless `inclusive`.
+
+    Recursive doubling (Hillis and Steele 1986): before the step of distance d = 1, 2, 4, ..., a rank has the sum of the
+    d ranks that end with itself, fewer at the start. It sends this sum to rank r + d, and adds that of rank r - d in
+    front of its own.
+    """
+    rank, size, distance = channel.rank, channel.size, 1
+    before = x.slice_entries(0, 0)
+    while distance < size:
+        if rank + distance < size:
+            channel.isend(rank + distance, channel.round(x))
+        if rank >= distance:
+            arrived = channel.recv(rank - distance).astype(x.dtype)
+            if not inclusive:
+                before = arrived if distance == 1 else channel.merge([arrived, before], partial=True)
+            if inclusive or rank + 2 * distance < size:
+                x = channel.merge([arrived, x], partial=True)
+        distance *= 2
+    return x if inclusive else before

@@ -65,24 +65,22 @@ def scatter(comm: AnyComm, x: Any, root: int = 0, boundaries: Edges = None, **op
     [[0, 1], [], [4]]
     """
     given = CallOptions.moving(**options)
-    return blocking(comm, "scatter", given, lambda call: _scatter(call, x, given, root, boundaries))
 
+    def perform(call: CollectiveCall) -> Any:
+        transport, rank, P = call.transport, call.transport.rank, call.transport.size
+        call.signature["root"] = at = check_root(root, transport)
+        call.signature |= given.signature()
+        messages = _messages(x, P, boundaries, given) if rank == at else []
+        call.agree(check=given.check)
+        with transport.phase("scatter"):
+            if rank != at:
+                return unpack(transport.recv(at))
+            for step in range(1, P):
+                transport.isend((at + step) % P, messages[(at + step) % P])
+            transport.waitall()
+        return unpack(messages[at])
 
-def _scatter(call: CollectiveCall, x: Any, options: CallOptions, root: Any, boundaries: Any) -> Any:
-    """Agree on the arguments of a scatter and send the data."""
-    transport, rank, P = call.transport, call.transport.rank, call.transport.size
-    call.signature["root"] = root = check_root(root, transport)
-    call.signature |= options.signature()
-    messages = _messages(x, P, boundaries, options) if rank == root else []
-    call.agree(check=options.check)
-
-    with transport.phase("scatter"):
-        if rank != root:
-            return unpack(transport.recv(root))
-        for step in range(1, P):
-            transport.isend((root + step) % P, messages[(root + step) % P])
-        transport.waitall()
-    return unpack(messages[root])
+    return blocking(comm, "scatter", given, perform)
 
 
 def _messages(x: Any, P: int, boundaries: Any, options: CallOptions) -> list[Buffer]:

@@ -21,36 +21,12 @@ if TYPE_CHECKING:
 else:
     Unpack = None  # annotations are not evaluated
 
-AlgorithmName = Literal[
-    "auto",
-    "dense",
-    "allgather",
-    "sparcml",
-    "densestream",
-    "oktopk",
-    "gtopk",
-    "spardl",
-    "cltk",
-    "exdyna",
-    "arctopk",
-    "hierarchical",
-    "owners",
-]
-FormatName = Literal["auto", "coo", "dense", "bitmap", "packed", "densestream", "slots", "quantized", "packed_codes"]
-OperationName = Literal[
-    "sum",
-    "mean",
-    "min",
-    "max",
-    "prod",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "replace",
-]
+ExactName = Literal["auto", "dense", "allgather", "sparcml", "densestream", "hierarchical", "owners"]
+AlgorithmName = Literal[ExactName, "oktopk", "gtopk", "spardl", "cltk", "exdyna", "arctopk"]
+FormatName = Literal["auto", "coo", "dense", "bitmap", "packed", "densestream", "slots", "packed_codes"]
+LogicalName = Literal["logical_and", "logical_or", "logical_xor"]
+BitwiseName = Literal["bitwise_and", "bitwise_or", "bitwise_xor"]
+OperationName = Literal["sum", "mean", "min", "max", "prod", LogicalName, BitwiseName, "replace"]
 WireDtypeName = Literal["float16", "bfloat16", "float32"]
 Missing = Literal["ignore", "zero"]
 NonFinite = Literal["raise", "pass"]

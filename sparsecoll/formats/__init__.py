@@ -23,11 +23,11 @@ from sparsecoll.formats.base import (
     wire_dtype as wire_dtype,
 )
 from sparsecoll.formats.bitmap import Bitmap as Bitmap
+from sparsecoll.formats.codes import Codes as Codes
 from sparsecoll.formats.coo import Coo as Coo
 from sparsecoll.formats.dense import Dense as Dense
 from sparsecoll.formats.densestream import DenseStream as DenseStream
 from sparsecoll.formats.packed import Packed as Packed, PackedCodes as PackedCodes
-from sparsecoll.formats.quantized import Codes as Codes, Quantized as Quantized
 from sparsecoll.formats.slots import Slots as Slots
 from sparsecoll.kernels.memory import data_ptr, to_host
 from sparsecoll.telemetry.trace import listening, span
@@ -40,7 +40,6 @@ FORMATS: dict[str, Format] = {
     "packed": Packed(),
     "densestream": DenseStream(),
     "slots": Slots(),
-    "quantized": Quantized(),
     "packed_codes": PackedCodes(),
     "auto": Auto(),
 }
@@ -66,7 +65,7 @@ def resolve(format: str | Format) -> Format:
     known = _by_id(getattr(format, "id", 0))
     if not isinstance(format, Chooser if known is None else type(known)):
         raise TypeError(
-            f"format: expected an object of a class in FORMATS, got {format!r}: a format of one's own needs an id that"
+            f"format: expected an object of a class in FORMATS, got {format!r}: a format of your own needs an id that"
             " no other has, and an entry in sparsecoll.formats.FORMATS on every rank"
         )
     return format

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype
-from sparsecoll.formats.quantized import Codes, check_dtype, encode_finite
+from sparsecoll.formats.codes import Codes, check_dtype, encode_finite
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
@@ -164,7 +164,7 @@ class PackedCodes(Packed):
         plan = super().plan(x, wire)
 
         def write(buffer: Buffer) -> None:
-            buffer[1] = 2  # whatever came in, float32 arrives
+            buffer[1] = 2  # the values arrive as float32
             plan.write(buffer)
 
         return Plan(plan.size, write)

@@ -33,6 +33,40 @@ class Momentum(NamedTuple):
     nesterov: bool
 
 
+class SgdRule(NamedTuple):
+    """The options of a step of SGD.
+
+    Attributes:
+        lr: learning rate.
+        share: factor of the sum that makes the mean gradient of it.
+        decay: weight decay.
+        momentum: factor of the velocity.
+        damp: factor of the gradient in the velocity, unless it is the first one.
+        nesterov: whether momentum is Nesterov's.
+    """
+
+    lr: float
+    share: float
+    decay: float
+    momentum: float
+    damp: float
+    nesterov: bool
+
+
+class Code(NamedTuple):
+    """How values are quantized.
+
+    Attributes:
+        bits: bits per value.
+        levels: "linear", "float" or "mean", see `kernels.reference.quantization`.
+        bucket: number of values that share a scale; a bucket consists of the values with the same index // `bucket`.
+    """
+
+    bits: int
+    levels: str
+    bucket: int
+
+
 class Pass(NamedTuple):
     """What a pass over values does besides selecting some, in this order.
 

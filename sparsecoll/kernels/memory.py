@@ -1,4 +1,4 @@
-"""Arrays of NumPy and CuPy alike, and a pool of host memory for results.
+"""Arrays of NumPy and of CuPy, and a pool of host memory for results.
 
 Touching fresh pages for the first time costs about as much as a selection or a merge. `empty` therefore reuses the
 memory of arrays that no longer exist: it returns to the pool when the last view of an array is garbage-collected. The
@@ -38,9 +38,9 @@ def _file_returned(free: Any = _free, returned: Any = _returned, total: Any = _t
     """Move returned blocks to `free`; drop the oldest beyond the limit. Defaults: globals may be gone at shutdown."""
     while returned:
         raw = returned.popleft()
-        alike = free.pop(raw.size, [])
-        alike.append(raw)
-        free[raw.size] = alike
+        blocks = free.pop(raw.size, [])
+        blocks.append(raw)
+        free[raw.size] = blocks
         total[0] += raw.size
     while total[0] > limit:
         size = next(iter(free))
@@ -130,18 +130,7 @@ def data_ptr(array: Any) -> int:
 
 def may_share_memory(a: Any, b: Any) -> bool:
     """Whether the address ranges of two arrays, from the lowest to the highest byte, overlap."""
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.may_share_memory(a, b)
-    if not a.size or not b.size or on_gpu(a) != on_gpu(b):
-        return False
-    (a_start, a_stop), (b_start, b_stop) = (_byte_bounds(array) for array in (a, b))
-    return a_start < b_stop and b_start < a_stop
-
-
-def _byte_bounds(array: Any) -> tuple[int, int]:
-    steps = [step * (size - 1) for step, size in zip(array.strides, array.shape, strict=True)]
-    low = data_ptr(array) + sum(min(step, 0) for step in steps)
-    return low, data_ptr(array) + sum(max(step, 0) for step in steps) + array.itemsize
+    return on_gpu(a) == on_gpu(b) and bool(np.may_share_memory(a, b))
 
 
 def _gpu() -> Any:
@@ -170,6 +159,20 @@ def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
         else:
             raw = _aligned(rounded)
     return np.asarray(_Block(raw))[:nbytes].view(dtype)
+
+
+def filled(size: int, dtype: Any, kernel: Callable[..., object], *arguments: Any) -> NDArray[Any]:
+    """A 1-D array of `size` items in host memory that kernel(*arguments, array) has filled."""
+    out = empty(size, dtype)
+    kernel(*arguments, out)
+    return out
+
+
+def grown(array: Any, count: int, size: int) -> Any:
+    """An array of `size` items on the same device, of which the first `count` are those of `array`."""
+    larger = empty(size, array.dtype, array)
+    larger[:count] = array[:count]
+    return larger
 
 
 def _aligned(nbytes: int) -> NDArray[np.uint8]:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -70,6 +71,13 @@ def count_for(size: int) -> int:
     return allowed() if size >= SHARED else 1
 
 
+def ranges(size: int, unit: int = 1, width: int = 1) -> list[tuple[int, int]]:
+    """The (start, stop) by which threads share `size` items of `width` values; all but the last stop at a multiple of
+    `unit`."""
+    count = max(1, min(count_for(size * width), size))
+    return list(pairwise([*(size * t // count // unit * unit for t in range(count)), size]))
+
+
 def run(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
     """[function(*a) for a in arguments], by several threads; returns or raises when none of them runs any more."""
     tasks = _tasks(allowed() - 1) if len(arguments) > 1 else None
@@ -116,14 +124,12 @@ def joined(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     """The (indices, values) of consecutive parts as one pair of arrays."""
     if len(parts) == 1:
         return parts[0]
-    ends = [0]
-    for indices, _ in parts:
-        ends.append(ends[-1] + indices.size)
+    ends = [0, *accumulate(indices.size for indices, _ in parts)]
     out = tuple(empty(ends[-1], array.dtype) for array in parts[0])
 
     def copy(part: tuple[Array, Array], start: int, stop: int) -> None:
         for target, source in zip(out, part, strict=True):
             target[start:stop] = source
 
-    run(copy, list(zip(parts, ends[:-1], ends[1:], strict=True)))
+    run(copy, [(part, *edges) for part, edges in zip(parts, pairwise(ends), strict=True)])
     return out[0], out[1]

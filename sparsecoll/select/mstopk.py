@@ -57,4 +57,5 @@ class MSTopK(Selector):
         start = mix(self.seed, self._calls) % (others - missing + 1)
         near = candidates.slice_entries(start, start + missing + sure.nnz)  # from `start` of the others on, and before
         before = sure._position(int(near.indices[0])) if near.nnz else 0
-        return sure.union_disjoint(near.difference(sure).slice_entries(before, before + missing))
+        rest = near.difference(sure).slice_entries(before, before + missing)
+        return SparseVector.merge([sure, rest], sure.dtype) if rest.nnz else sure

@@ -94,12 +94,12 @@ class ThresholdReuse(Selector):
         chosen = checked(chosen.topk(k) if enough else x.topk(k))  # type: ignore[union-attr]
         if chosen.nnz:
             lowest = chosen.magnitude_of(chosen.key_range()[0])
-            self._look_back(chosen, lowest)
+            self._update_steady(chosen, lowest)
             self.found(lowest, chosen.nnz, chosen.count_at_least(lowest * self.PROBE))
         return chosen
 
-    def _look_back(self, chosen: SparseVector, lowest: float) -> None:
-        """Note whether the threshold would have been accepted in this call, whose exact one is `lowest`."""
+    def _update_steady(self, chosen: SparseVector, lowest: float) -> None:
+        """Find out whether the threshold would have been accepted in this call, whose exact one is `lowest`."""
         if self.value is None or not (0 < lowest < math.inf):
             return
         k = chosen.nnz

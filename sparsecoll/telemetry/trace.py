@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 KINDS = ("select", "encode", "decode", "merge", "dense", "wait")
 
@@ -60,26 +60,13 @@ class _Pair:
     def __init__(self, listener: Listener, before: Listener) -> None:
         self._listener, self._before = listener, before
 
-    def span(self, kind: str, /, *, amount: int, extent: int) -> _Nested:
-        of_both = (listener.span(kind, amount=amount, extent=extent) for listener in (self._listener, self._before))
-        return _Nested(*of_both)
-
-
-class _Nested:
-    """The context managers of two listeners, for one span."""
-
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(self, outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> None:
-        self._outer, self._inner = outer, inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
-        self._outer.__exit__(*error)
+    @contextlib.contextmanager
+    def span(self, kind: str, /, *, amount: int, extent: int) -> Iterator[None]:
+        with (
+            self._listener.span(kind, amount=amount, extent=extent),
+            self._before.span(kind, amount=amount, extent=extent),
+        ):
+            yield
 
 
 L = TypeVar("L", bound=Listener)
@@ -118,28 +105,15 @@ class Recorder:
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self._now = now
         self._open: list[list[float]] = [[0.0, 0.0]]  # the start of each open span, and the seconds of nested work
-        self._spans = {kind: _Recorded(self, kind) for kind in KINDS}
 
-    def span(self, kind: str, /, *, amount: int = 0, extent: int = 0) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def span(self, kind: str, /, *, amount: int = 0, extent: int = 0) -> Iterator[None]:
         """Time a span of work, as a listener."""
-        return self._spans[kind]
-
-
-class _Recorded:
-    """The spans of one kind of a Recorder: a class, since a generator takes three times as long."""
-
-    __slots__ = ("_kind", "_recorder")
-
-    def __init__(self, recorder: Recorder, kind: str) -> None:
-        self._recorder, self._kind = recorder, kind
-
-    def __enter__(self) -> None:
-        recorder = self._recorder
-        recorder._open.append([recorder._now(), 0.0])
-
-    def __exit__(self, *error: object) -> None:
-        recorder = self._recorder
-        start, inner = recorder._open.pop()
-        whole = recorder._now() - start
-        recorder.seconds[self._kind] += whole - inner
-        recorder._open[-1][1] += whole
+        self._open.append([self._now(), 0.0])
+        try:
+            yield
+        finally:
+            start, inner = self._open.pop()
+            whole = self._now() - start
+            self.seconds[kind] += whole - inner
+            self._open[-1][1] += whole

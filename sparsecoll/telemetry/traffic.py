@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -47,7 +48,7 @@ class Counts:
 class Traffic:
     """Counters of one rank on one communicator since its first use or the last `reset`; see `sparsecoll.traffic`.
 
-    It is shown as a table by phase.
+    `print(traffic)`, and a cell of a notebook, shows a table by phase.
 
     Attributes:
         total: Counts of all calls; its `seconds` is the time inside collective calls.
@@ -55,12 +56,13 @@ class Traffic:
             in `total` only.
         set_up: Counts of what happens once per communicator, such as finding out which ranks share a machine; not part
             of `total` or `phases`.
+        observer: called after each call with its algorithm, see `sparsecoll.telemetry.metrics`; None for nothing.
     """
 
     total: Counts = field(default_factory=Counts)
     phases: dict[str, Counts] = field(default_factory=dict)
     set_up: Counts = field(default_factory=Counts)
-    observer: Callable[[str], None] | None = field(default=None, compare=False)  # called after each call, see `metrics`
+    observer: Callable[[str], None] | None = field(default=None, compare=False)
 
     def reset(self) -> None:
         """Set every counter to zero."""
@@ -88,13 +90,24 @@ class Traffic:
         phases = {n: asdict(c) for n, c in self.phases.items()}
         return {"total": asdict(self.total), "phases": phases, "set_up": asdict(self.set_up)}
 
-    def __repr__(self) -> str:
-        rows = [*self.phases.items(), ("total", self.total)]
+    def _table(self) -> list[tuple[str, ...]]:
+        counts = [*self.phases.items(), ("total", self.total)]
         if self.set_up.messages_sent or self.set_up.messages_received:
-            rows.append(("set-up", self.set_up))
-        lines = [f"{'phase':<12}{'sent':>14}{'received':>14}{'messages':>10}{'seconds':>12}"]
-        for name, c in rows:
-            lines.append(
-                f"{name:<12}{c.bytes_sent:>14,}{c.bytes_received:>14,}{c.messages_sent:>10,}{c.seconds:>12.6f}"
-            )
-        return "\n".join(lines)
+            counts.append(("set-up", self.set_up))
+        table: list[tuple[str, ...]] = [("phase", "sent", "received", "messages", "seconds")]
+        for name, c in counts:
+            numbers = f"{c.bytes_sent:,}", f"{c.bytes_received:,}", f"{c.messages_sent:,}", f"{c.seconds:.6f}"
+            table.append((name, *numbers))
+        return table
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<12}{sent:>14}{got:>14}{n:>10}{s:>12}" for name, sent, got, n, s in self._table())
+
+    def __repr__(self) -> str:
+        c = self.total
+        sent = f"sent {c.bytes_sent:,} bytes in {c.messages_sent:,} messages"
+        return f"Traffic({sent}, received {c.bytes_received:,} bytes, {c.seconds:.6f} s)"
+
+    def _repr_html_(self) -> str:
+        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._table()]
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

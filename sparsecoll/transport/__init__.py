@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import Any
-
-import numpy as np
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.telemetry.traffic import Traffic
@@ -16,6 +13,7 @@ from sparsecoll.transport.local import LocalTransport as LocalTransport
 from sparsecoll.transport.process_groups import default_group, group_transport, is_group
 from sparsecoll.transport.sim import SimComm as SimComm, Simulation as Simulation, simulate as simulate
 from sparsecoll.transport.virtual_ranks import DeadlockError as DeadlockError
+from sparsecoll.transport.waiting import check_timeout as check_timeout, usable
 
 
 def as_transport(comm: Any, timeout: Any = None) -> Transport:
@@ -62,21 +60,6 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
         "comm: expected an mpi4py intracommunicator, a ProcessGroup or one-dimensional DeviceMesh, None or the comm of"
         f" sparsecoll.simulate, got {name}{cure}"
     )
-
-
-def usable(timeout: Any) -> bool:
-    """Return whether a timeout is valid: a number of seconds above 0, or None."""
-    if timeout is None:
-        return True
-    number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
-    return bool(number and timeout > 0 and math.isfinite(timeout))
-
-
-def check_timeout(timeout: Any) -> None:
-    """Raise unless a timeout is `usable`."""
-    if not usable(timeout):
-        kind = ValueError if isinstance(timeout, (int, float)) else TypeError
-        raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {timeout!r}")
 
 
 def traffic(comm: Any) -> Traffic:

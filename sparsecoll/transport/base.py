@@ -7,12 +7,14 @@ do not block; so algorithms need no tags. A message that was sent from GPU memor
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,59 +25,11 @@ from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
 from sparsecoll.transport import process
 from sparsecoll.transport.network import BETWEEN_NODES, ONE_NODE, Network
+from sparsecoll.transport.tags import ANY, ERROR_TAG, FIRST_TAG, REVOKE_TAG, CallMismatch, parts_of
+from sparsecoll.transport.waiting import Watchdog, out_of_use
 
 T = TypeVar("T")
-
-PHASES = 4  # messages of calls that follow each other never have the same tag
-ERROR_TAG, REVOKE_TAG = 0, PHASES  # the tags of reports, see `sparsecoll.transport.call`; over MPI one for each phase
-STALL_TAG = REVOKE_TAG + 1  # of what a rank that waits tells, see `Transport.stalled`
-FIRST_TAG = STALL_TAG + 1  # the lowest tag of a message
-FORKED, CALL_PARENT = "this process was forked", "make calls in the process that it was forked from"
-TAGS = 16383  # MPI's tags are below this, with one bit more: every MPI has 32,767 tags
-NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
-NAMES = 509  # (a prime that gives each name in use a number of its own)
-KEPT = NUMBERS - 2 * NAMES  # and one for each of the last arguments and states that the ranks have agreed on
-STEPS = 64  # more than a call has, see `Transport.history`
-HISTORY = 1024  # calls that are remembered
-ANY, REPORT_BYTES = 1 << 63, 1 << 24  # of a message, and of a report, at most
-
-
-class CallMismatch(Exception):
-    """A report or a message of another call was received in place of the expected message."""
-
-
-def tag_of(call: int, name: int, step: int, number: int) -> int:
-    """Return the tag of a message; modulo PHASES * NUMBERS, it has the number of the call modulo PHASES and `number`.
-
-    Args:
-        call: number of the call on the communicator.
-        name: number of its name.
-        step: position in `Transport.history`.
-        number: of the name, or of the arguments that the ranks have agreed on.
-    """
-    turn, phase = divmod(call, PHASES)
-    return FIRST_TAG + (((turn * NAMES + name) * STEPS + step) * PHASES + phase) * NUMBERS + number
-
-
-def parts_of(tag: int) -> tuple[int, int, int, int]:
-    """Return the arguments of `tag_of`."""
-    rest, number = divmod(tag - FIRST_TAG, NUMBERS)
-    rest, phase = divmod(rest, PHASES)
-    rest, step = divmod(rest, STEPS)
-    turn, name = divmod(rest, NAMES)
-    return turn * PHASES + phase, name, step, number
-
-
-class ReceiveRequest(Protocol):
-    """A nonblocking receive."""
-
-    def wait(self) -> Buffer:
-        """Wait for the message and return it.
-
-        Raises:
-            CallMismatch: A message with another tag came instead.
-        """
-        ...
+Ranks = Callable[[], Iterable[int]]
 
 
 class Transport(ABC):
@@ -93,6 +47,7 @@ class Transport(ABC):
         one_node: whether all ranks are on one machine, the same on all of them.
         native_sums: whether there may be an `allreduce` of the network's own.
         gpu_direct: whether messages in GPU memory are sent without a copy in host memory.
+        waits_by, abort: the class of `watchdog`; ends the whole job.
         nodes: the ranks on each node, see `collectives.node_members`; None if not known yet.
         groups: transports of some of the ranks, see `group.group`.
         sharers: weak references to the objects that make calls by themselves, by number.
@@ -101,13 +56,14 @@ class Transport(ABC):
         calls: number of calls made on this transport.
         history: for each of the last HISTORY calls the numbers in its tags: that of its name, then for each agreement
             that of its messages, or -1 if it had none, and that of what was agreed on.
-        told: for each rank that has waited long for this one, the tag for which it waits.
+        notices: for each rank that has waited long for this one, the tag for which it waits.
         serial: greater than that of any earlier communicator of one of the ranks, if their messages might be mixed up.
         met: number of the last call in which each rank has had a message of every other one.
         agreed: dict from a checksum of what all ranks have agreed on to its number, the least recently used first.
         validated: arguments that have been validated on this communicator, see `collectives.allreduce.arguments_of`.
         epoch: number of calls that have failed, the same on all ranks.
         broken: why the communicator can no longer be used (a rank does not answer or is lost); "" if it can.
+        revoked: whether this rank has revoked the communicator, or the others need not be told that it is broken.
         cure: what to do then.
     """
 
@@ -117,6 +73,7 @@ class Transport(ABC):
     one_node = False
     native_sums = False
     gpu_direct = True
+    waits_by: type[Watchdog] = Watchdog
     cure = "use each communicator from one thread at a time"
 
     def __init__(self, rank: int, size: int) -> None:
@@ -131,16 +88,22 @@ class Transport(ABC):
         self.tag = FIRST_TAG
         self.calls = self.met = self.serial = self.epoch = 0
         self.history: dict[int, list[int]] = {}
-        self.told: dict[int, int] = {}
+        self.notices: dict[int, int] = {}
         self.agreed: dict[int, int] = {}
         self.validated: dict[Any, Any] = {}
-        self.broken, self._setting_up = "", False
+        self.broken, self.revoked, self._setting_up = "", False, False
         self._phase: Counts | None = None
+        self._staging: Any = None
+        self.abort: Callable[[], object] = partial(os._exit, 1)
         process.add(self)
 
     def forked(self) -> None:
-        """Forget, in a forked process, what only the process that it was forked from has: its threads."""
+        """Forget, in a forked process, the threads of the process that it was forked from."""
         self.worker, self._caller = None, threading.RLock()
+
+    def retire(self, why: str, cure: str) -> None:
+        """Refuse calls from now on, without a word to the other ranks."""
+        self.broken, self.cure, self.revoked = why, cure, True
 
     def finish(self, seconds: Callable[[], float]) -> None:
         """Wait until no other thread is in a call, for `seconds()` at most; from then on none can make one."""
@@ -162,9 +125,24 @@ class Transport(ABC):
         if self.size > 1:
             self.broken = self.broken or why
 
+    def fail(self, why: str) -> CommunicationError:
+        """Mark the communicator as broken; return the exception to raise."""
+        self.broken = why
+        return CommunicationError(why)
+
+    def watchdog(self, what: Callable[[], str], error: Exception | None = None, awaited: Ranks | None = None) -> Any:
+        """Return a Watchdog with the timeout of the current call, which marks the communicator as broken if it raises.
+
+        Args:
+            what, error: see Watchdog.
+            awaited: returns the ranks that may be in another call; None, the default, if none is.
+        """
+        on_stall = awaited and partial(self.stalled, awaited)
+        return self.waits_by(self.rank, what, self.timeout, error, on_stall, self.abort, self.fail)
+
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
-        for known in (self.agreed, self.validated, self.history, self.told):
+        for known in (self.agreed, self.validated, self.history, self.notices):
             known.clear()
         self.nodes = None
         for group in self.groups.values():
@@ -177,34 +155,34 @@ class Transport(ABC):
         numbers = self.history.get(call)
         return numbers is not None and (numbers[0] != name or (step < len(numbers) and numbers[step] != number))
 
-    def stalled(self, awaited: Callable[[], Iterable[int]], first: bool) -> None:
-        """Tell ranks for which tag this one waits, and compare what others have told; see docs/reliability.md.
+    def stalled(self, awaited: Ranks, first: bool) -> None:
+        """Send ranks a stall notice, and check those that have been received; see docs/reliability.md.
 
         Args:
             awaited: returns the ranks for which this one waits.
-            first: whether they have not been told yet.
+            first: whether they have not had one yet.
 
         Raises:
             CallMismatch: A rank that waits for this one is in another call.
         """
         for peer in awaited() if first else ():
-            self._tell(peer, np.array([self.serial, self.tag]).view(np.uint8))
-        self._listen()
-        for source, tag in self.told.items():
+            self._notify(peer, np.array([self.serial, self.tag]).view(np.uint8))
+        self._receive_notices()
+        for source, tag in self.notices.items():
             if self.is_in_another_call(tag):
                 raise CallMismatch(f"rank {source} is in another call")
 
-    def _hear(self, source: int, message: Buffer) -> None:
-        """Take note of what `stalled` told this rank."""
+    def _keep_notice(self, source: int, message: Buffer) -> None:
+        """Record a stall notice, unless it is of another communicator."""
         serial, tag = message.view(np.int64).tolist()
         if serial == self.serial:
-            self.told[source] = tag
+            self.notices[source] = tag
 
-    def _tell(self, peer: int, message: Buffer) -> None:  # noqa: B027 - one rank has nobody to tell
-        """Send a message of `stalled`, without waiting; not counted."""
+    def _notify(self, peer: int, message: Buffer) -> None:  # noqa: B027 - one rank has no peers
+        """Send a stall notice, without waiting; not counted."""
 
-    def _listen(self) -> None:  # noqa: B027 - on the simulator, `_tell` is heard at once
-        """Hear what has arrived of the messages of `stalled`, whatever else was sent before."""
+    def _receive_notices(self) -> None:  # noqa: B027 - on the simulator, notices arrive at once
+        """Receive the stall notices that have arrived, even behind other messages."""
 
     def in_order(self, function: Callable[[], T]) -> T:
         """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them.
@@ -229,23 +207,22 @@ class Transport(ABC):
         """The costs of messages by which algorithms are chosen, the same on all ranks."""
         return ONE_NODE if self.one_node else BETWEEN_NODES
 
-    @abstractmethod
     def now(self) -> float:
         """Return the seconds on this rank's clock, which is virtual on the simulator."""
+        return time.perf_counter()
 
     @abstractmethod
-    def _isend(self, destination: int, buffer: Buffer) -> None:
-        """Start sending; the buffer must not change until `waitall`."""
+    def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
+        """Start sending a message or a report; the buffer must not change until `waitall`."""
 
     @abstractmethod
-    def _irecv(self, source: int, into: Buffer | None) -> ReceiveRequest:
+    def _irecv(self, source: int, into: Buffer | None) -> Any:
         """Start to receive the next message from `source`; see `irecv`."""
 
     @abstractmethod
     def waitall(self) -> None:
         """Wait until the buffers of all sends may be reused."""
 
-    @abstractmethod
     def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         """Send a report to all ranks, and discard the messages of each rank up to its report. Not counted.
 
@@ -262,24 +239,61 @@ class Transport(ABC):
         Raises:
             CommunicationError: A rank did not report within the timeout; the transport is broken.
         """
+        self._check()
+        self._send_to_all(report, ERROR_TAG)
+        reports: list[Buffer | None] = [None] * self.size
+        missing = [peer for peer in range(self.size) if peer != self.rank]
+        for source, tag, message in self._until_reports(missing, error):
+            if tag < FIRST_TAG:
+                reports[source] = message
+                missing.remove(source)
+            if tag == REVOKE_TAG:
+                break
+        return reports
 
-    def revoke(self, report: Buffer) -> None:  # noqa: B027 - without other ranks there is nothing to do
-        """Send a report to all ranks and wait for none: the communicator is broken."""
+    def _until_reports(self, missing: list[int], error: Exception | None) -> Iterator[tuple[int, int, Buffer]]:
+        """Receive messages of the ranks in `missing`, from which reports are removed meanwhile, until it is empty.
+
+        Yields:
+            Rank, tag and content; without content if it is not a report.
+        """
+        yield from ()
+
+    def revoke(self, report: Buffer) -> None:
+        """Send a report to all ranks, once, and wait for none: the communicator is broken."""
+        if not self.revoked:
+            self.revoked = True
+            self._send_to_all(report, REVOKE_TAG)
+
+    def _send_to_all(self, report: Buffer, tag: int) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(CallMismatch):  # it is gone: what it sent before tells more
+                    self._isend(peer, report, tag)
+
+    def machines(self) -> list[int] | None:
+        """Return a number for each rank, equal for ranks on one machine; None if that takes messages to find out."""
+        return None
 
     def node(self) -> int:
-        """Return a number that only the ranks on one machine share."""
-        return self.rank
+        """Return that number of this rank."""
+        return (self.machines() or range(self.size))[self.rank]
 
-    def located(self) -> list[list[int]] | None:
-        """Return the ranks on each node, ascending; None if that takes messages to find out."""
-        return None
+    def staging(self) -> Any:
+        """Return the copies of messages from and to GPU memory; needs CuPy."""
+        if self._staging is None:
+            from sparsecoll.transport.staging import Staging
+
+            self._staging = Staging(self.gpu_direct)
+        return self._staging
 
     def isend(self, destination: int, buffer: Buffer) -> None:
         """Send bytes without blocking; the buffer must not change until `waitall`."""
         for counts in self._counters():
             counts.bytes_sent += buffer.size
             counts.messages_sent += 1
-        self._isend(destination, buffer)
+        self._check()
+        self._isend(destination, buffer, self.tag)
 
     def recv(self, source: int, into: Buffer | None = None) -> Buffer:
         """Receive the next message from `source`; see `irecv`."""
@@ -292,7 +306,8 @@ class Transport(ABC):
             source: rank that sends it.
             into: memory for the message, used if it has exactly this size; None, the default, for a new buffer.
         """
-        return _CountedReceive(self, self._irecv(source, into))
+        self._check()
+        return ReceiveRequest(self, self._irecv(source, into))
 
     def check_room(self, source: int, size: int, room: int) -> None:
         """Raise CommunicationError unless a message of `size` bytes may be received."""
@@ -318,15 +333,6 @@ class Transport(ABC):
         """
         return False
 
-    def _count_allreduce(self, size: int) -> None:
-        """Count an allreduce of `size` bytes."""
-        moved, messages = 2 * size * (self.size - 1) // self.size, 2 * (self.size - 1).bit_length()
-        for counts in self._counters():
-            counts.bytes_sent += moved
-            counts.bytes_received += moved
-            counts.messages_sent += messages
-            counts.messages_received += messages
-
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context manager: count and time the enclosed messages under `name`, without those of nested phases."""
         return contextlib.nullcontext() if self._setting_up else _Phase(self, name)
@@ -351,23 +357,6 @@ class Transport(ABC):
             return (self.traffic.set_up,)
         return (self.traffic.total,) if self._phase is None else (self.traffic.total, self._phase)
 
-    def _count_received(self, buffer: Buffer) -> None:
-        for counts in self._counters():
-            counts.bytes_received += buffer.size
-            counts.messages_received += 1
-
-
-def out_of_use(why: str, cure: str) -> CommunicationError:
-    """Return what is raised by calls on a communicator that can no longer be used."""
-    return CommunicationError(f"communicator is out of use since {why}; {cure}")
-
-
-def report_of(why: str = "", **report: Any) -> Buffer:
-    """Return a report as a message; with `why`, that of a rank by which the communicator is out of use."""
-    if why:
-        report |= {"broken": why, "error": {"type": "CommunicationError", "text": why}}
-    return np.frombuffer(bytearray(json.dumps(report).encode()), np.uint8)
-
 
 class _Phase:
     """The context manager of `Transport.phase`."""
@@ -389,14 +378,21 @@ class _Phase:
 
 
 @dataclass(slots=True)
-class _CountedReceive:
-    """A receive request that counts its message."""
+class ReceiveRequest:
+    """A nonblocking receive, which counts its message."""
 
     _transport: Transport
-    _request: ReceiveRequest
+    _request: Any
 
     def wait(self) -> Buffer:
+        """Wait for the message and return it.
+
+        Raises:
+            CallMismatch: A message with another tag was received.
+        """
         with span("wait"):
-            buffer = self._request.wait()
-        self._transport._count_received(buffer)
+            buffer: Buffer = self._request.wait()
+        for counts in self._transport._counters():
+            counts.bytes_received += buffer.size
+            counts.messages_received += 1
         return buffer

@@ -31,20 +31,10 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
-from sparsecoll.transport import check_timeout, usable
-from sparsecoll.transport.base import (
-    ANY,
-    HISTORY,
-    KEPT,
-    NAMES,
-    CallMismatch,
-    Transport,
-    out_of_use,
-    report_of,
-    tag_of,
-)
+from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
-from sparsecoll.transport.waiting import check_environment
+from sparsecoll.transport.tags import ANY, HISTORY, KEPT, NAMES, CallMismatch, report_of, tag_of
+from sparsecoll.transport.waiting import check_environment, check_timeout, out_of_use, usable
 
 STATELESS = (0, 0)
 ROW = struct.Struct("<qq")  # a rank's number of entries and checksum of arguments
@@ -72,8 +62,8 @@ class CollectiveCall:
         name: name of the call.
         signature: dict from argument name to a JSON value, which the ranks compare and which reports show. Add
             arguments as soon as they are known.
-        state: `Algorithm.alike`, which the ranks compare as they compare the arguments; STATELESS, the default, for
-            none. Set it before `agree`.
+        state: `Algorithm.replicated_state`, which the ranks compare as they compare the arguments; STATELESS, the
+            default, for none. Set it before `agree`.
         gathered: every rank's message, see `agree`.
 
     Raises:
@@ -174,7 +164,13 @@ class CollectiveCall:
             self._set_tag(self._numbers[-1])
             row = (-1 if entries is None else entries, key)
             reduced = message is None and transport.size > FEW_RANKS and (entries is None or not every)
-            held, keys = zip(*(self._extremes(row) if reduced else self._rows(row, message)), strict=True)
+            try:
+                rows = self._extremes(row) if reduced else self._rows(row, message)
+            except (CommunicationError, ValueError, struct.error) as error:  # messages of a rank in another call
+                if transport.broken:
+                    raise
+                raise CallMismatch("ranks disagree") from error
+            held, keys = zip(*rows, strict=True)
             if set(keys) != {key} or (min(held) < 0) != (entries is None):
                 raise CallMismatch("ranks disagree")
             transport.met = transport.calls
@@ -198,32 +194,22 @@ class CollectiveCall:
     def _rows(self, row: tuple[int, int], message: Buffer | None) -> list[tuple[int, int]]:
         """Return every rank's row, and set `gathered` to every rank's message."""
         transport = self.transport
-        try:
-            if message is None:
-                with transport.phase("agree"):
-                    return list(map(tuple, allgather(transport, np.array(row, np.int64)).tolist()))
-            ROW.pack_into(message, message.size - AGREEMENT_BYTES, *row)
-            with transport.phase("gather" if message.size > AGREEMENT_BYTES else "agree"):
-                blocks = allgatherv(transport, message)
-            rows: list[Any] = [ROW.unpack_from(block, block.size - AGREEMENT_BYTES) for block in blocks]
-        except (CommunicationError, ValueError, struct.error) as error:  # not as long as those of this rank
-            if transport.broken:
-                raise
-            raise CallMismatch("ranks disagree") from error
+        if message is None:
+            with transport.phase("agree"):
+                return list(map(tuple, allgather(transport, np.array(row, np.int64)).tolist()))
+        ROW.pack_into(message, message.size - AGREEMENT_BYTES, *row)
+        with transport.phase("gather" if message.size > AGREEMENT_BYTES else "agree"):
+            blocks = allgatherv(transport, message)
+        rows: list[Any] = [ROW.unpack_from(block, block.size - AGREEMENT_BYTES) for block in blocks]
         self.gathered = [block[:-AGREEMENT_BYTES] for block in blocks]
         return rows
 
     def _extremes(self, row: tuple[int, int]) -> list[tuple[int, int]]:
         """Return the smallest and the largest item of all ranks' rows, in two rows."""
-        transport, own = self.transport, np.array(row, np.int64)
+        own = np.array(row, np.int64)
         row_and_reverse = np.concatenate([own, ~own])  # ~ reverses the order, without an overflow
-        try:
-            with transport.phase("agree"):
-                maxima = disseminate(transport, row_and_reverse, np.maximum)
-        except CommunicationError as error:  # from a call that gathers
-            if transport.broken:
-                raise
-            raise CallMismatch("ranks disagree") from error
+        with self.transport.phase("agree"):
+            maxima = disseminate(self.transport, row_and_reverse, np.maximum)
         most, least = maxima.reshape(2, -1)
         return [tuple((~least).tolist()), tuple(most.tolist())]
 
@@ -315,7 +301,7 @@ def _different_states(states: list[tuple[int, int]]) -> list[str]:
     if len(set(states)) == 1:
         return []
     made = _differences([{"calls that the algorithm object has made": calls} for calls, _ in states])
-    differs = made or ["state of the algorithm object: expected the same on all ranks, got others"]
+    differs = made or ["the state of the algorithm object differs between ranks"]
     cure = "use one object per communicator, in the same calls on all ranks, and load the same checkpoint everywhere"
     return [*differs, cure]
 
@@ -328,8 +314,8 @@ def _differences(calls: list[dict[str, Any]]) -> list[str]:
         for rank, call in enumerate(calls):
             holders.setdefault(repr(call[name]) if name in call else "nothing", []).append(rank)
         if len(holders) > 1:
-            shown = list(holders.items())[:VALUES_SHOWN]
-            values = [f"{_short(value)} on rank{_ranks(ranks)}" for value, ranks in _from_first_difference(shown)]
+            shown = _shortened([*holders][:VALUES_SHOWN])
+            values = [f"{value} on rank{_ranks(ranks)}" for value, ranks in zip(shown, holders.values(), strict=False)]
             more = len(holders) - len(shown)
             values += [f"and {more} other values"] if more else []
             texts.append(f"{name}: expected the same value on all ranks, got {', '.join(values)}")
@@ -337,20 +323,14 @@ def _differences(calls: list[dict[str, Any]]) -> list[str]:
     return texts[:ARGUMENTS_SHOWN] + ([f"and {more} more arguments"] if more > 0 else [])
 
 
-def _from_first_difference(holders: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Shorten long values to the part from which they differ."""
-    texts = [text for text, _ in holders]
+def _shortened(texts: list[str]) -> list[str]:
+    """Shorten long texts to the part from which they differ."""
     if max(map(len, texts)) <= VALUE_SHOWN:
-        return holders
+        return texts
     start = next(i for i, letters in enumerate(zip_longest(*texts)) if len(set(letters)) > 1)
-    skipped = start - VALUE_SHOWN // 3
-    if skipped <= 0:
-        return holders
-    return [(f"...{text[skipped:]}", ranks) for text, ranks in holders]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= VALUE_SHOWN else text[: VALUE_SHOWN - 3] + "..."
+    skipped = max(0, start - VALUE_SHOWN // 3)
+    texts = [f"{'...' if skipped else ''}{text[skipped:]}" for text in texts]
+    return [text if len(text) <= VALUE_SHOWN else text[: VALUE_SHOWN - 3] + "..." for text in texts]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
 from sparsecoll.transport.base import ReceiveRequest, Transport
-from sparsecoll.transport.collectives import allgatherv, is_direct
+from sparsecoll.transport.collectives import DIRECT_BYTES, allgatherv
 from sparsecoll.transport.group import group
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
 from sparsecoll.vector.operation import SUM, Operation
@@ -22,6 +22,7 @@ from sparsecoll.vector.operation import SUM, Operation
 S = TypeVar("S", SparseVector, RowSparse)
 
 
+@dataclass(eq=False, repr=False)
 class Channel:
     """The interface by which an algorithm communicates: a transport, with the message options of one call.
 
@@ -44,29 +45,20 @@ class Channel:
         deferred: whether the caller can take a sum as `Reduction.parts` (False unless the caller sets it).
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        length: int,
-        format: Format = FORMATS["auto"],
-        value_dtype: str | None = None,
-        op: Operation = SUM,
-        finite: bool = False,
-        width: int = 0,
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:
-        self.transport = transport
-        self.rank, self.size = transport.rank, transport.size
-        self.length = length
-        self.format = format
-        self.value_dtype = value_dtype
-        self.op = op
-        self.finite = finite
-        self.width = width
-        self.dtype = dtype
-        self.held: list[int] = []
-        self.gathered: list[Buffer] = []
-        self.deferred = False
+    transport: Transport
+    length: int
+    format: Format = FORMATS["auto"]
+    value_dtype: str | None = None
+    op: Operation = SUM
+    finite: bool = False
+    width: int = 0
+    dtype: np.dtype[Any] | None = None
+    held: list[int] = field(init=False, default_factory=list)
+    gathered: list[Buffer] = field(init=False, default_factory=list)
+    deferred: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.transport.rank, self.transport.size
 
     def with_format(self, format: Format) -> Channel:
         """Return a channel that sends sparse messages in another format."""
@@ -78,7 +70,7 @@ class Channel:
         """Return a channel among some of the ranks, renumbered 0, 1, ...; this rank must be one of them."""
         other = copy.copy(self)
         other.transport = group(self.transport, members)
-        other.rank, other.size = other.transport.rank, other.transport.size
+        other.__post_init__()
         other.held, other.gathered, other.deferred = [], [], False
         return other
 
@@ -138,7 +130,8 @@ class Channel:
 
     def is_direct(self, x: SparseVector | RowSparse, k: int) -> bool:
         """Return whether vectors of about k entries are gathered directly, see `allgather`; the same on all ranks."""
-        return is_direct(self.transport, k * (x.indices.itemsize + x.dtype.itemsize * (x.width or 1)))
+        size = k * (x.indices.itemsize + x.dtype.itemsize * (x.width or 1))
+        return self.transport.one_node and size >= DIRECT_BYTES
 
     def encode(self, x: SparseVector | RowSparse, room: int = 0) -> Buffer:
         """Return x as one message, with room for so many bytes of the caller at its end (default: 0)."""

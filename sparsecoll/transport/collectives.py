@@ -15,7 +15,7 @@ from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.transport.base import Transport
 
-DIRECT_BYTES = 1 << 17
+DIRECT_BYTES = 1 << 17  # of blocks that are gathered directly on one machine: copies take longer than messages
 DIRECT_RANKS = 3  # up to which P - 1 messages are as many as ceil(log2 P)
 
 
@@ -63,11 +63,11 @@ def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
 def node_members(transport: Transport) -> list[list[int]]:
     """Return the ranks on each node, ascending; nodes are ordered by their first rank. The first call is collective."""
     if transport.nodes is None:
-        transport.nodes = transport.located()
-    if transport.nodes is None:
-        members: dict[int, list[int]] = {}
-        for rank, node in enumerate(allgather(transport, np.array([transport.node()]))[:, 0].tolist()):
-            members.setdefault(node, []).append(rank)
+        machines, members = transport.machines(), dict[int, list[int]]()
+        if machines is None:
+            machines = allgather(transport, np.array([transport.node()]))[:, 0].tolist()
+        for rank, machine in enumerate(machines):
+            members.setdefault(machine, []).append(rank)
         transport.nodes = list(members.values())
     return transport.nodes
 
@@ -114,11 +114,6 @@ def exchanged(transport: Transport, message: Callable[[int], Buffer]) -> Iterato
         yield source, transport.recv(source)
 
 
-def is_direct(transport: Transport, size: float) -> bool:
-    """Return whether blocks of about `size` bytes are gathered directly: where copies take longer than messages."""
-    return transport.one_node and size >= DIRECT_BYTES
-
-
 def joined(blocks: Sequence[Buffer]) -> Buffer:
     """Return one message of at least one buffer: the sizes, then each buffer, padded to a multiple of 8 bytes."""
     sizes = [block.size for block in blocks]
@@ -155,7 +150,9 @@ def separated(message: Buffer, count: int) -> list[Buffer]:
     return blocks
 
 
-def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = np.add) -> NDArray[Any]:
+def sum_counts(
+    transport: Transport, counts: NDArray[Any], combine: Callable[..., object] = np.add, halves: bool = True
+) -> NDArray[Any]:
     """Return the element-wise sum of the ranks' integer arrays, in their own dtype.
 
     Recursive halving, then recursive doubling (Rabenseifner) among the largest power of two of ranks; each other rank
@@ -165,11 +162,13 @@ def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = n
     Args:
         transport: the ranks.
         counts: array of m items, of the same size on all ranks.
-        combine: ufunc to use instead of adding, such as `np.bitwise_or`; the order must not matter.
+        combine: ufunc to use instead of adding, such as `np.bitwise_or`, or a function that is called like one:
+            combine(a, b, out=a). The order must not matter.
+        halves: whether arrays may be halved (default: True).
     """
     rank, size = transport.rank, transport.size
     core = 1 << (size.bit_length() - 1)
-    whole = counts.size * core.bit_length() < 2 * core
+    whole = not halves or counts.size * core.bit_length() < 2 * core
     chunk = -(-counts.size // core)
     total = np.zeros(counts.size if whole else chunk * core, counts.dtype)
     total[: counts.size] = counts
@@ -208,8 +207,7 @@ def disseminate(transport: Transport, row: NDArray[Any], combine: Callable[..., 
     Args:
         transport: the ranks.
         row: array of m items, of the same size and dtype on all ranks.
-        combine: ufunc, or what is called like one: combine(a, b, out=a). Order and repetition must not matter, as of a
-            maximum.
+        combine: as in `sum_counts`; repetition must not matter, either, as of a maximum.
     """
     rank, size, distance = transport.rank, transport.size, 1
     total = row.copy()
@@ -234,28 +232,13 @@ def sums_and_maxima(transport: Transport, row: Sequence[int]) -> tuple[list[int]
     if transport.size <= FEW_RANKS:
         rows = allgather(transport, mine)
         return rows.sum(axis=0, dtype=np.uint64).tolist(), rows.max(axis=0).tolist(), rows
-    total = np.stack([mine, mine])
-    rank, core = transport.rank, 1 << (transport.size.bit_length() - 1)
 
-    def combine(source: int) -> None:
-        arrived = _recv(transport, source, total.nbytes).view(np.uint64).reshape(total.shape)
-        np.add(total[0], arrived[0], out=total[0])
-        np.maximum(total[1], arrived[1], out=total[1])
+    def combine(a: NDArray[Any], b: NDArray[Any], out: NDArray[Any]) -> None:
+        np.add(a[: mine.size], b[: mine.size], out=out[: mine.size])
+        np.maximum(a[mine.size :], b[mine.size :], out=out[mine.size :])
 
-    if rank >= core:
-        transport.isend(rank - core, _raw(total))
-        total = _recv(transport, rank - core, total.nbytes).view(np.uint64).reshape(total.shape)
-    else:
-        if rank + core < transport.size:
-            combine(rank + core)
-        distance = 1
-        while distance < core:
-            transport.isend(rank ^ distance, _raw(total.copy()))
-            combine(rank ^ distance)
-            distance *= 2
-        if rank + core < transport.size:
-            transport.isend(rank + core, _raw(total.copy()))
-    return total[0].tolist(), total[1].tolist(), None
+    both = sum_counts(transport, np.tile(mine, 2), combine, halves=False).tolist()
+    return both[: mine.size], both[mine.size :], None
 
 
 def spread(transport: Transport, message: Buffer, root: int = 0) -> Buffer:

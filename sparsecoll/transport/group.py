@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.traffic import Counts
-from sparsecoll.transport.base import ReceiveRequest, Transport
-from sparsecoll.transport.network import Network
+from sparsecoll.transport.base import Transport
+
+
+def _of_parent(name: str) -> Any:
+    """Return a property that is that of the parent."""
+    return property(lambda own: getattr(own.parent, name), lambda own, value: setattr(own.parent, name, value))
 
 
 class GroupTransport(Transport):
@@ -18,6 +23,10 @@ class GroupTransport(Transport):
     Messages have the parent's tags and are counted in its traffic. Errors are exchanged by the parent.
     """
 
+    one_node, room, network = _of_parent("one_node"), _of_parent("room"), _of_parent("network")
+    now, waitall, progress, node = (_of_parent(name) for name in ("now", "waitall", "progress", "node"))
+    _check = _of_parent("_check")
+
     def __init__(self, parent: Transport, members: list[int]) -> None:
         super().__init__(members.index(parent.rank), len(members))
         self.parent = parent
@@ -25,56 +34,25 @@ class GroupTransport(Transport):
         self.virtual, self.traffic = parent.virtual, parent.traffic
         self.met = -1  # arguments are compared by the parent
 
-    @property
-    def one_node(self) -> bool:  # type: ignore[override]
-        """Whether all ranks of the parent are on one machine."""
-        return self.parent.one_node
-
-    @property
-    def room(self) -> int:  # type: ignore[override]
-        """That of the parent."""
-        return self.parent.room
-
-    @room.setter
-    def room(self, size: int) -> None:
-        self.parent.room = size
-
     @contextlib.contextmanager
     def set_up(self) -> Iterator[None]:
         with self.parent.set_up(), super().set_up():
             yield
 
-    @property
-    def network(self) -> Network:
-        """That of the parent."""
-        return self.parent.network
-
-    def now(self) -> float:
-        return self.parent.now()
-
     def _counters(self) -> tuple[Counts, ...]:
         """Messages outside of a phase of the group count in the parent's."""
         return super()._counters() if self._phase or self._setting_up else self.parent._counters()
 
-    def _isend(self, destination: int, buffer: Buffer) -> None:
-        self.parent._isend(self.members[destination], buffer)
+    def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
+        self.parent._isend(self.members[destination], buffer, self.parent.tag)
 
-    def _irecv(self, source: int, into: Buffer | None) -> ReceiveRequest:
+    def _irecv(self, source: int, into: Buffer | None) -> Any:
         return self.parent._irecv(self.members[source], into)
 
     def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         raise CommunicationError(
             f"report: expected the whole communicator, got {self.size} of {self.parent.size} ranks"
         )
-
-    def waitall(self) -> None:
-        self.parent.waitall()
-
-    def progress(self) -> None:
-        self.parent.progress()
-
-    def node(self) -> int:
-        return self.parent.node()
 
 
 def group(parent: Transport, members: list[int]) -> Transport:

@@ -1,9 +1,14 @@
-"""What environment variables tell about the launcher (mpirun, srun, torchrun) of this process, without MPI."""
+"""The launcher (mpirun, srun, torchrun) of this process, by environment variables, and its machine; without MPI."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import os
+import socket
+import zlib
+from pathlib import Path
 
 # The variables for the number of processes and the rank, in order: MPICH and Intel MPI, Open MPI, torchrun, srun.
 # srun is last, since an mpirun inside a step of Slurm counts, not the step. SLURM_NTASKS is that of the allocation,
@@ -37,6 +42,15 @@ def rank() -> int:
     launcher belongs to another MPI.
     """
     return _detected()[2]
+
+
+@functools.cache
+def machine() -> int:
+    """Return a number for this machine: a checksum of its name and of the boot id of its kernel."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        name += Path("/proc/sys/kernel/random/boot_id").read_text()
+    return zlib.crc32(name.encode())
 
 
 def refuse_one_rank() -> None:

@@ -1,4 +1,4 @@
-"""Process groups and device meshes of torch.distributed as communicators: their ranks, connected by TCP sockets.
+"""Process groups, device meshes and stores of torch.distributed as communicators: ranks connected by TCP sockets.
 
 torch is imported by the user; a process that has not imported torch.distributed has no process group.
 """
@@ -14,8 +14,9 @@ from typing import Any
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.tcp import TcpTransport, connect as connect_ranks
-from sparsecoll.transport.waiting import Abandoned
+from sparsecoll.transport.waiting import Abandoned, check_timeout
 
+PREFIX = "sparsecoll"
 _transports: weakref.WeakKeyDictionary[Any, Transport | Abandoned] = weakref.WeakKeyDictionary()
 
 
@@ -73,14 +74,11 @@ def _leave(transport: TcpTransport) -> None:
     The garbage collector calls this, on any thread and within any function: also while a thread starts, which holds a
     lock of `threading` without which no thread can be joined. So nothing here may wait.
     """
+    close = partial(transport.close, "its process group was destroyed")
     if transport.worker is None:
-        _close(transport)
+        close()
     else:
-        transport.worker.submit(partial(_close, transport))
-
-
-def _close(transport: TcpTransport) -> None:
-    transport.close("its process group was destroyed")
+        transport.worker.submit(close)
 
 
 def _distributed() -> Any:
@@ -97,14 +95,14 @@ def _group_of(comm: Any) -> Any:
     """Return the process group that `comm` is or has."""
     dist = _distributed()
     if _is_non_member(comm):
-        raise ValueError("comm: expected a process group that this process is in, got one that it is not in")
+        raise ValueError("comm: this process is not in the process group")
     if hasattr(comm, "ndim"):
         if comm.ndim != 1:
             raise ValueError(
                 f"comm: expected a DeviceMesh of one dimension, such as mesh['dp'], got {comm.ndim} dimensions"
             )
         if comm.get_coordinate() is None:
-            raise ValueError("comm: expected a DeviceMesh that this process is in, got one that it is not in")
+            raise ValueError("comm: this process is not in the DeviceMesh")
         comm = comm.get_group()
     try:
         dist.get_rank(comm)
@@ -122,11 +120,15 @@ def _meeting_of(group: Any) -> StoreMeeting:
     No collective of the group is used: one that some rank never joins would wait when the process ends.
     """
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return StoreMeeting(_store_of(group), group.rank(), group.size(), f"sparsecoll/{group.group_name}", True, start)
+    if hasattr(group, "get_group_store"):
+        store = group.get_group_store()
+    else:  # before PyTorch had the method
+        store = _distributed().distributed_c10d._get_process_group_store(group)
+    return StoreMeeting(store, group.rank(), group.size(), f"sparsecoll/{group.group_name}", True, start)
 
 
 class StoreMeeting:
-    """Keys of a store of torch.distributed by which ranks meet, see `tcp.Meeting`.
+    """Where ranks leave messages for each other before they are connected: keys of a store of torch.distributed.
 
     Args:
         store: the store.
@@ -134,25 +136,26 @@ class StoreMeeting:
         size: number of ranks.
         prefix: of all keys.
         counted: whether there may be several meetings in this place, one after the other (default: False). The store
-            counts for each rank how often it has come, whatever process it was. A rank that finds others in the next
-            meeting joins them: as long as a rank waits for entries, nobody has left its meeting but by a failure.
+            counts the meetings of each rank, whatever process it was. A rank that finds others in the next meeting
+            joins them: as long as a rank waits for entries, no rank has left its meeting but by a failure.
         start: of the job, whose failures count (default: "").
     """
 
     def __init__(self, store: Any, rank: int, size: int, prefix: str, counted: bool = False, start: str = "") -> None:
         self._store, self.rank, self.size = store, rank, size
         self._prefix, self._counted, self._entry = prefix, counted, ""
-        self._number, self._failed = self._come() if counted else 0, f"failed/{start}"
+        self._number, self._failed = self._next_meeting() if counted else 0, f"failed/{start}"
 
-    def _come(self) -> int:
-        return int(self._store.add(f"{self._prefix}/came/{self.rank}", 1))
+    def _next_meeting(self) -> int:
+        return int(self._store.add(f"{self._prefix}/meetings/{self.rank}", 1))
 
     def _key(self, name: object, later: int = 0) -> str:
         return f"{self._prefix}/{self._number + later}/{name}"
 
     def put(self, entry: str) -> None:
+        """Leave this rank's entry."""
         while self._is_over():
-            self._number = self._come()
+            self._number = self._next_meeting()
         self._entry = entry
         for key in (self._key(self.rank), self._key("begun")):
             self._store.set(key, entry)
@@ -161,6 +164,7 @@ class StoreMeeting:
         return self._counted and bool(self._store.check([self._key("begun", later=1)]))
 
     def entries(self) -> list[str] | None:
+        """Return all ranks' entries; None if some are not there yet."""
         if self._is_over():
             self.clear()
             self.put(self._entry)
@@ -168,17 +172,77 @@ class StoreMeeting:
         return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
 
     def clear(self) -> None:
+        """Remove this rank's entry, which all ranks have read: a job that is restarted may meet at the same place."""
         self._store.delete_key(self._key(self.rank))
 
     def fail(self, why: str) -> None:
+        """Tell all ranks that this one cannot be connected."""
         self._store.set(self._key(self._failed), why)
 
     def failed(self) -> str:
+        """Return the reason that a rank has given by `fail`; "" if none has."""
         key = self._key(self._failed)
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
 
-def _store_of(group: Any) -> Any:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return _distributed().distributed_c10d._get_process_group_store(group)  # before PyTorch had the method
+def connect(
+    store: Any, rank: int, size: int, *, timeout: float | None = None, secret: str | bytes | None = None
+) -> TcpTransport:
+    """Connect processes that share a store of torch.distributed, by sockets; collective.
+
+    For ranks without `torch.distributed.init_process_group` or with groups that it does not know, such as
+    ProcessGroupGloo objects. Process groups, meshes and MPI's communicators are passed to the calls as they are.
+
+    Args:
+        store: TCPStore, FileStore or another store of torch.distributed, for this call alone: where there are several
+            calls, `torch.distributed.PrefixStore(name, store)` with a name for each of them.
+        rank: of this process, from 0 to size - 1.
+        size: number of processes, the same on all of them.
+        timeout: seconds to wait for the others; None, the default, for no limit.
+        secret: at least 16 bytes that only the ranks know, the same on all of them; None, the default, for the value of
+            the environment variable SPARSECOLL_SECRET, if there is one. It is never sent: each rank proves to each
+            other one that it knows it.
+
+    Returns:
+        Communicator, which every call of the library takes as `comm`; its attributes `rank` and `size` are as given,
+        and `close()` closes the sockets, after the nonblocking calls that are under way.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong, or a process of this rank has used the store already.
+        CommunicationError: That is so on another rank, the secret is too short, or some rank did not come, cannot be
+            reached or has another secret.
+
+    See Also:
+        sparsecoll.torch.init_process_group: for the processes of torchrun and of mpirun.
+    """
+    if not all(hasattr(store, name) for name in ("add", "check", "compare_set", "delete_key", "get", "set")):
+        raise TypeError(f"store: expected a store of torch.distributed, such as TCPStore, got {type(store).__name__}")
+    try:
+        _check(store, rank, size, timeout)
+        if not isinstance(secret, (str, bytes, type(None))):
+            raise TypeError(f"secret: expected str or bytes, got {type(secret).__name__}")
+    except (TypeError, ValueError) as error:
+        StoreMeeting(store, 0, 0, PREFIX).fail(f"rank {rank}: {error}")  # the others wait for this rank
+        raise
+    transport = connect_ranks(StoreMeeting(store, rank, size, PREFIX), timeout, secret)
+    transport.cure = "connect the ranks again, by another store"
+    return transport
+
+
+def _check(store: Any, rank: int, size: int, timeout: float | None) -> None:
+    for name, number in (("rank", rank), ("size", size)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name}: expected an integer, got {number!r}")
+    if size < 1:
+        raise ValueError(f"size: expected at least 1, got {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
+    check_timeout(timeout)
+    first, other = store.compare_set(f"{PREFIX}/size", "", f"{size} on rank {rank}").decode().split(" ", 1)
+    if int(first) != size:
+        raise ValueError(f"size: expected the same on all ranks, got {first} {other} and {size} on rank {rank}")
+    if store.add(f"{PREFIX}/meetings/{rank}", 1) > 1:
+        raise ValueError(
+            f"rank: expected one process of each rank and a store for each call, got another call of rank {rank}:"
+            " torch.distributed.PrefixStore(name, store) makes a store of another"
+        )

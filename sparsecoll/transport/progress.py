@@ -14,7 +14,8 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels.memory import bind_current_stream
 from sparsecoll.kernels.threads import Task, serve
 from sparsecoll.transport import process
-from sparsecoll.transport.base import CALL_PARENT, FORKED, Transport, out_of_use
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.waiting import CALL_PARENT, FORKED, out_of_use
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -36,7 +37,7 @@ class Request(Generic[T]):
         self.waited_for = False
 
     def __repr__(self) -> str:
-        return f"Request({'done' if self._future.done() else 'under way'})"
+        return f"Request({'finished' if self._future.done() else 'under way'})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Request cannot be pickled or copied: use the result of wait()")
@@ -57,7 +58,7 @@ class Request(Generic[T]):
         except FutureTimeout as error:
             if self._future.done():
                 raise
-            raise CommunicationError(f"request: expected to finish within {timeout} s, is still under way") from error
+            raise CommunicationError(f"the call has not finished within {timeout} s; it continues") from error
         finally:
             self.waited_for = self._future.done()
 
@@ -101,8 +102,8 @@ class Request(Generic[T]):
             request._refuse_in_a_fork()
         pending = wait([request._future for request in requests], timeout).not_done
         if pending:
-            expected = f"expected all {len(requests)} to finish within {timeout} s"
-            raise CommunicationError(f"requests: {expected}, {len(pending)} are still under way")
+            calls = f"{len(pending)} of {len(requests)} calls have"
+            raise CommunicationError(f"{calls} not finished within {timeout} s; they continue")
         return [request.wait() for request in requests]
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from sparsecoll.errors import check_integer
 from sparsecoll.telemetry.trace import record
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.network import Costs, Network
@@ -119,8 +120,8 @@ class Simulation(Generic[T]):
     seconds: float
 
     def __repr__(self) -> str:
-        more = ", ..." if len(self.results) > 1 else ""
-        return f"Simulation(ranks={len(self.results)}, seconds={self.seconds:.3g}, results=[{self.results[0]!r}{more}])"
+        most = max(traffic.total.bytes_received for traffic in self.traffic)
+        return f"Simulation({len(self.results)} ranks, {self.seconds:.6f} s, at most {most:,} bytes received by a rank)"
 
 
 def simulate(
@@ -167,10 +168,7 @@ def simulate(
     [0, 1, 2]
     """
     for name, count in (("P", P), ("ranks_per_node", ranks_per_node)):
-        if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
-            raise TypeError(f"{name}: expected an integer, got {count!r}")
-        if count < 1:
-            raise ValueError(f"{name}: expected at least 1, got {count}")
+        check_integer(name, int(count) if isinstance(count, np.integer) else count, 1)
     if not callable(fn):
         raise TypeError(f"fn: expected a function of a communicator, got {fn!r}")
     if schedule is not None and not callable(schedule):

@@ -24,7 +24,12 @@ class Staging:
 
     Args:
         direct: whether MPI accepts device pointers.
+
+    Attributes:
+        chunk: bytes of a full chunk that goes through host memory.
     """
+
+    chunk = CHUNK
 
     def __init__(self, direct: bool) -> None:
         self.direct = direct
@@ -32,7 +37,7 @@ class Staging:
 
     def sendable(self, buffer: Any, chunk: int) -> Iterator[Any]:
         """Yield the chunks of a device buffer, each as soon as it may be sent; the last one is not full."""
-        size = chunk if self.direct else CHUNK
+        size = chunk if self.direct else self.chunk
         chunks = [buffer[start : start + size] for start in range(0, buffer.size + 1, size)]
         if self.direct:
             device.synchronize()
@@ -51,29 +56,19 @@ class Staging:
         host = device.pinned(chunk.size)
         return device.copy_out(chunk, host), host
 
-    @property
-    def chunk(self) -> int:
-        """Bytes of a full chunk that goes through host memory."""
-        return CHUNK
-
     def memory(self, size: int) -> Any:
         """Return device memory for a whole message."""
         return device.empty(size, np.uint8)
 
-    def room(self, size: int) -> Any:
-        """Return memory that may receive a chunk of a message."""
+    def room(self, size: int, into: Any = None) -> Any:
+        """Return memory that may receive a chunk of a message; `into`, device memory, if MPI can write to it."""
         if size == 0:
             return np.empty(0, np.uint8)
         if not self.direct:
             return device.pinned(size)
-        fresh = device.empty(size, np.uint8)
+        memory = device.empty(size, np.uint8) if into is None else into
         device.synchronize()  # the last user of this memory may still read it on the stream
-        return fresh
-
-    def ready(self) -> None:
-        """Wait until MPI may write to memory that kernels have used."""
-        if self.direct:
-            device.synchronize()
+        return memory
 
     def arrived(self, chunk: Any, into: Any | None) -> Any:
         """Return a chunk that was received, in device memory."""

@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, CallMismatch, Transport
+from sparsecoll.transport.base import Transport
 from sparsecoll.transport.network import Costs, Network
+from sparsecoll.transport.tags import REVOKE_TAG, CallMismatch
 
 Route = tuple[Hashable, int, int]  # (communicator, source, destination), which are ranks of the world
 
@@ -32,7 +32,7 @@ class DeadlockError(RuntimeError):
 class Step(NamedTuple):
     """What a rank may do next: "start", "send" to or "receive" from `peer`, "stall" or "timeout".
 
-    In a "stall", it has waited for a while, and looks whether a rank for which it waits is in another call.
+    In a "stall", it has waited for a while, and checks whether a rank for which it waits is in another call.
     """
 
     rank: int
@@ -75,11 +75,11 @@ class Clock:
 
     Attributes:
         now: the time.
-        left: when the last message sent has left its port.
+        sent: when the last message has left its port.
     """
 
     now: float = 0.0
-    left: float = 0.0
+    sent: float = 0.0
     inner: Port = field(default_factory=Port)
 
 
@@ -149,7 +149,7 @@ class World:
 
     def _check_running(self) -> None:
         if self.done.is_set():
-            raise RuntimeError("comm: expected one of a running simulation, got one of a simulation that has ended")
+            raise RuntimeError("comm: its simulation has ended")
         if self.failure is not None:
             raise Stopped
 
@@ -178,16 +178,15 @@ class World:
             self.ready.append(Step(receiver, "receive", source))
 
 
+@dataclass(slots=True)
 class SimReceive:
     """A receive request for the next message from one source."""
 
-    __slots__ = ("_into", "_room", "_source", "_tag", "_transport")
-
-    def __init__(self, transport: SimTransport, source: int, into: Buffer | None) -> None:
-        self._transport = transport
-        self._source = source
-        self._into = into
-        self._tag, self._room = transport.tag, transport.room
+    _transport: SimTransport
+    _source: int
+    _into: Buffer | None
+    _tag: int
+    _room: int
 
     def wait(self) -> Buffer:
         """Wait for the message and return it."""
@@ -222,10 +221,10 @@ class SimTransport(Transport):
         self._world = world
         self._costs = costs or Costs()
         self._clock = world.clocks[members[rank]]
-        self._told = False  # whether the rank for which this one waits has been told so
-        self._node = members[rank] // world.ranks_per_node
+        self._notified = False  # whether the rank for which this one waits has had a stall notice
         world.ends[context, members[rank]] = self
-        self.one_node = all(member // world.ranks_per_node == self._node for member in members)
+        self._nodes = [member // world.ranks_per_node for member in members]
+        self.one_node = len(set(self._nodes)) == 1
 
     def part(self, members: list[int], context: Hashable) -> SimTransport:
         """Return the transport of a communicator of some members, which include this rank, with its own mailboxes."""
@@ -246,42 +245,34 @@ class SimTransport(Transport):
         """That of the simulation."""
         return self._world.inside if self.one_node else self._world.network
 
-    def node(self) -> int:
-        return self._node
-
-    def located(self) -> list[list[int]]:
-        nodes: dict[int, list[int]] = {}
-        for rank, member in enumerate(self.members):
-            nodes.setdefault(member // self._world.ranks_per_node, []).append(rank)
-        return list(nodes.values())
+    def machines(self) -> list[int]:
+        return self._nodes
 
     def _route(self, source: int, destination: int) -> Route:
         return self.context, self.members[source], self.members[destination]
 
     def _port(self, peer: int) -> tuple[Network, Port]:
         world = self._world
-        if self.members[peer] // world.ranks_per_node == self._node:
+        if self._nodes[peer] == self._nodes[self.rank]:
             return world.inside, self._clock.inner
-        return world.network, world.ports[self._node]
+        return world.network, world.ports[self._nodes[self.rank]]
 
-    def _isend(self, destination: int, buffer: Buffer) -> None:
-        self._check()
+    def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
         clock, (network, port) = self._clock, self._port(destination)
         port.out = max(clock.now, port.out) + network.beta * buffer.size
-        clock.left = max(clock.left, port.out)
-        message = Message(buffer.copy(), port.out + network.alpha, self.tag)
+        clock.sent = max(clock.sent, port.out)
+        message = Message(buffer.copy(), port.out + network.alpha, tag)
         self._world.deliver(self._route(self.rank, destination), message)
 
     def waitall(self) -> None:
-        self._clock.now = max(self._clock.now, self._clock.left)
+        self._clock.now = max(self._clock.now, self._clock.sent)
 
     def _irecv(self, source: int, into: Buffer | None) -> SimReceive:
-        self._check()
-        return SimReceive(self, source, into)
+        return SimReceive(self, source, into, self.tag, self.room)
 
     def _wait(self, sources: Collection[int], what: str, stalls: bool) -> int:
         """Wait for a message of one of the sources, which may be in another call if `stalls`; return which one."""
-        me, self._told = self.members[self.rank], False
+        me, self._notified = self.members[self.rank], False
         routes = [self._route(source, self.rank) for source in sources]
         while (step := self._world.wait(me, routes, lambda: self._otherwise(me, sources, stalls))).what != "receive":
             self._happens(step, sources, f"waits for {what} of rank {', '.join(map(str, sources))}")
@@ -290,16 +281,15 @@ class SimTransport(Transport):
     def _otherwise(self, me: int, sources: Collection[int], stalls: bool) -> list[Step]:
         """Return what may happen while this rank waits."""
         here = all((self.context, self.members[source]) in self._world.ends for source in sources)
-        due = stalls and here and (not self._told or any(map(self.is_in_another_call, self.told.values())))
+        due = stalls and here and (not self._notified or any(map(self.is_in_another_call, self.notices.values())))
         return [Step(me, "stall")] * due + [Step(me, "timeout")] * (self.timeout is not None)
 
     def _happens(self, step: Step, sources: Collection[int], what: str) -> None:
         if step.what == "stall":
-            first, self._told = not self._told, True
+            first, self._notified = not self._notified, True
             return self.stalled(lambda: sources, first)
         self._clock.now += self.timeout or 0
-        self.broken = f"rank {self.rank} {what} for {self.timeout} s: no answer within the timeout"
-        raise CommunicationError(self.broken)
+        raise self.fail(f"rank {self.rank} {what} for {self.timeout} s: no answer within the timeout")
 
     def _next(self, source: int) -> Message:
         """Take the next message of a source, which has come."""
@@ -315,28 +305,17 @@ class SimTransport(Transport):
             raise CallMismatch(f"rank {source} is in another call")
         return self._next(source).content  # type: ignore[no-any-return]
 
-    def _tell(self, peer: int, message: Buffer) -> None:
-        self._world.ends[self.context, self.members[peer]]._hear(self.rank, message)
+    def _notify(self, peer: int, message: Buffer) -> None:
+        self._world.ends[self.context, self.members[peer]]._keep_notice(self.rank, message)
 
-    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
-        self._check()
-        self._send_to_all(report, ERROR_TAG)
-        reports: list[Buffer | None] = [None] * self.size
-        while missing := [peer for peer, seen in enumerate(reports) if seen is None and peer != self.rank]:
-            message = self._next(source := self._wait(missing, "the report", False))
-            if message.tag in (ERROR_TAG, REVOKE_TAG):
-                reports[source] = message.content
-            if message.tag == REVOKE_TAG:
-                break
-        return reports
+    def _until_reports(self, missing: list[int], error: Exception | None) -> Iterator[tuple[int, int, Buffer]]:
+        while missing:
+            source = self._wait(missing, "the report", False)
+            message = self._next(source)
+            yield source, message.tag, message.content
 
     def revoke(self, report: Buffer) -> None:
         self._send_to_all(report, REVOKE_TAG)
-
-    def _send_to_all(self, report: Buffer, tag: int) -> None:
-        for peer in range(self.size):
-            if peer != self.rank:
-                self._world.deliver(self._route(self.rank, peer), Message(report, self.now(), tag))
 
     # Objects that a program sends by its communicator: not counted, and without a duration
 

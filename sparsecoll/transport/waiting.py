@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sparsecoll.errors import CommunicationError, check_choice
 from sparsecoll.transport import process
-from sparsecoll.transport.base import out_of_use
 
 logger = logging.getLogger(__name__)
 
 WATCHDOG_SECONDS = 60.0  # between warnings of a rank that waits
-STALL_SECONDS = 1.0  # after which, and again and again, a rank that waits looks whether it does so for ever
+STALL_SECONDS = 1.0  # between checks of a rank that waits, whether it does so for ever
 ERROR_SHOWN_SECONDS = 1.0  # before a rank that waits after an exception shows it
 ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the default) or "abort"
+FORKED, CALL_PARENT = "this process was forked", "make calls in the process that it was forked from"
+
+
+def out_of_use(why: str, cure: str) -> CommunicationError:
+    """Return the exception of calls on a communicator that can no longer be used."""
+    return CommunicationError(f"communicator is out of use since {why}; {cure}")
 
 
 @functools.cache
@@ -28,15 +36,30 @@ def check_environment() -> None:
     check_choice(ON_TIMEOUT, os.environ.get(ON_TIMEOUT) or "raise", ("raise", "abort"))
 
 
+def usable(timeout: Any) -> bool:
+    """Return whether a timeout is valid: a number of seconds above 0, or None."""
+    if timeout is None:
+        return True
+    number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
+    return bool(number and timeout > 0 and math.isfinite(timeout))
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise unless a timeout is `usable`."""
+    if not usable(timeout):
+        kind = ValueError if isinstance(timeout, (int, float)) else TypeError
+        raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {timeout!r}")
+
+
 @dataclass
 class Abandoned:
-    """Stands for a transport whose ranks did not all come to its first call, for the reason `why`."""
+    """Stands for a transport whose ranks did not all make its first call, for the reason `why`."""
 
     why: str
     kept: Any = None
 
     def error(self) -> CommunicationError:
-        """Return what is raised by calls."""
+        """Return the exception of calls."""
         return out_of_use(self.why, "continue with a new one, once all ranks have made this call")
 
 
@@ -48,9 +71,10 @@ class Watchdog:
         what: says what the rank does, such as "waits for a message of rank 2".
         timeout: seconds until CommunicationError is raised; None for no limit.
         error: exception raised on this rank before; the first warning comes sooner and shows it.
-        abort: ends the whole job, if the environment asks for that.
         on_stall: called with True after STALL_SECONDS, or a quarter of the timeout if that is less, and with False each
             time that as much has passed again; None, the default, for nothing.
+        abort: ends the whole job, if the environment asks for that.
+        failure: makes the exception of a message.
     """
 
     def __init__(
@@ -59,14 +83,12 @@ class Watchdog:
         what: Callable[[], str],
         timeout: float | None,
         error: Exception | None = None,
-        abort: Callable[[], object] = lambda: os._exit(1),
         on_stall: Callable[[bool], None] | None = None,
+        abort: Callable[[], object] = lambda: os._exit(1),
+        failure: Callable[[str], CommunicationError] = CommunicationError,
     ) -> None:
-        self._rank = rank
-        self._what = what
-        self._timeout = timeout
-        self._error = error
-        self._abort = abort
+        self._rank, self._what, self._timeout, self._error = rank, what, timeout, error
+        self._abort, self._failure = abort, failure
         self._start = self._warned = self._checked = time.monotonic()
         self._ended: float | None = None  # when the program was found to have ended
         self._on_stall, self._stalls = on_stall, 1
@@ -82,12 +104,12 @@ class Watchdog:
         now = self._checked = time.monotonic()
         patience = WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
         if self._timeout is not None and now - self._start >= self._timeout:
-            self._give_up(self._timeout)
+            self._time_out(self._timeout)
         why, limit = process.ended()
         if why:
             self._ended = now if self._ended is None else self._ended
             if now - self._ended >= limit:
-                raise CommunicationError(f"rank {self._rank} {self._what()}, but {why}")
+                raise self._failure(f"rank {self._rank} {self._what()}, but {why}")
         if now - self._warned >= patience:
             self._warned, since = now, now - self._start
             logger.warning("rank %d %s, %.0f s so far", self._rank, self._what(), since, exc_info=self._error)
@@ -98,12 +120,12 @@ class Watchdog:
                 self._stalls += 1
                 self._on_stall(self._stalls == 2)
             due = min(due, self._start + self._stalls * self._stall)
-        due = min(due, now + STALL_SECONDS)  # and looks whether the program has ended
+        due = min(due, now + STALL_SECONDS)  # for the end of the program
         return (due if self._timeout is None else min(due, self._start + self._timeout)) - now
 
-    def _give_up(self, timeout: float) -> None:
+    def _time_out(self, timeout: float) -> None:
         why = f"rank {self._rank} {self._what()} for {timeout} s: no answer within the timeout"
         if os.environ.get(ON_TIMEOUT) == "abort":
             logger.critical("%s; aborting the job (%s=abort)", why, ON_TIMEOUT)
             self._abort()
-        raise CommunicationError(why)
+        raise self._failure(why)

@@ -1,4 +1,4 @@
-"""Arithmetic: sums, multiples and comparison of entries, in the words of NumPy and SciPy."""
+"""Arithmetic: sums, multiples and comparison of entries, with the operators of NumPy and SciPy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Arithmetic(Entries):
     __slots__ = ()
 
     def toarray(self) -> NDArray[Any]:
-        """Return a new array of this shape: `to_dense` in the words of SciPy."""
+        """Return a new array of this shape: SciPy's name of `to_dense`."""
         return self.to_dense()
 
     def _is_alike(self, other: object) -> bool:
@@ -108,7 +108,7 @@ class Arithmetic(Entries):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         name = type(self).__name__
         if self.on_gpu:
-            raise TypeError(f"{name}: expected .to_dense().get() where NumPy is to take one on the GPU as an array")
+            raise TypeError(f"NumPy cannot convert a {name} on the GPU: use x.to_dense().get().")
         if copy is False:
             raise ValueError(f"{name}: expected copy=None or True, for to_dense() makes a new array; got copy=False")
         return self.to_dense().astype(dtype or self.dtype, copy=False)

@@ -25,8 +25,8 @@ def count(shape: tuple[int, ...]) -> int:
     return length
 
 
-def as_unsigned(indices: Any, dtype: np.dtype[Any]) -> Any:
-    """Return indices that are not negative as `dtype`, without a copy if it has the same size."""
+def as_integers(indices: Any, dtype: np.dtype[Any]) -> Any:
+    """Return indices that are not negative as `dtype`, signed or not, without a copy if it has the same size."""
     indices = contiguous(indices)
     return indices.view(dtype) if indices.dtype.itemsize == dtype.itemsize else indices.astype(dtype)
 
@@ -50,7 +50,7 @@ def flat_indices(coordinates: Any, shape: tuple[int, ...]) -> Any:
     flat: Any = None
     for dimension, (row, size) in enumerate(zip(coordinates, shape, strict=True)):
         check_below(row, size, f"in dimension {dimension}")
-        own = as_unsigned(row, dtype)
+        own = as_integers(row, dtype)
         flat = own if flat is None or size >> 8 * dtype.itemsize else flat * dtype.type(size) + own
     return flat
 
@@ -66,13 +66,9 @@ def coordinates(flat: Any, shape: tuple[int, ...], dtype: Any = np.int64) -> lis
         quotient = rest // rest.dtype.type(size)
         remainder = quotient * rest.dtype.type(size)
         np.subtract(rest, remainder, out=remainder)
-        rows.append(_as_signed(remainder, np.dtype(dtype)))
+        rows.append(as_integers(remainder, np.dtype(dtype)))
         rest = quotient
     return [rest.astype(dtype), *reversed(rows)]
-
-
-def _as_signed(indices: Any, dtype: np.dtype[Any]) -> Any:
-    return indices.view(dtype) if indices.dtype.itemsize == dtype.itemsize else indices.astype(dtype)
 
 
 def used_indices(x: Any, rows: int, width: int) -> NDArray[Any]:

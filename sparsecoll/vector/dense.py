@@ -60,13 +60,7 @@ class DenseVector(Values):
 
     @classmethod
     def empty(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
-        """Return a vector of uninitialised values.
-
-        Args:
-            length: number of coordinates.
-            dtype: NumPy dtype of the values, or its name.
-            like: vector; the new one is on the GPU if this one is.
-        """
+        """Return a vector of uninitialised values; arguments as of `zeros`."""
         return cls._unchecked(empty(length, dtype, like.values))
 
     @classmethod
@@ -205,19 +199,6 @@ class DenseVector(Values):
         """Return the values as `dtype`; see `SparseVector.astype`."""
         return DenseVector(saturating_cast(self.values, np.dtype(dtype)))
 
-    def add(self, other: DenseVector, dtype: Any, in_place: bool) -> DenseVector:
-        """Return self + other.
-
-        Args:
-            other: vector of the same length.
-            dtype: dtype in which values are added, and of the result.
-            in_place: whether to write the sum into the memory of this vector, whose dtype must be `dtype`; otherwise
-                a new vector is returned.
-        """
-        out = self.values if in_place else empty(self.length, dtype, self.values)
-        with span("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
-            return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
-
     def combine(self, other: DenseVector, dtype: Any, in_place: bool, op: Operation = SUM) -> DenseVector:
         """Return self and other combined by an operation.
 
@@ -229,12 +210,13 @@ class DenseVector(Values):
             op: operation (default: the sum).
         """
         fold = op.fold(np.dtype(dtype))
-        if fold is None:
-            return self.add(other, dtype, in_place)
-        out = self if in_place else DenseVector(self.values.astype(dtype))
-        with span("dense", self.length):
-            kernels_of(out.values).fold_into(out.values, other.values.astype(dtype, copy=False), fold)
-        return out
+        with span("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
+            if fold is None:
+                out = self.values if in_place else empty(self.length, dtype, self.values)
+                return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
+            out = self.values if in_place else self.values.astype(dtype)
+            kernels_of(out).fold_into(out, other.values.astype(dtype, copy=False), fold)
+        return DenseVector(out)
 
     def subtract(self, other: DenseVector) -> DenseVector:
         """Return self - other in self's dtype; zero where both are the same infinity or either is NaN."""
@@ -266,7 +248,7 @@ class DenseVector(Values):
 
     def subtract_at(self, entries: SparseVector) -> None:
         """self -= entries, in place."""
-        kernels_of_values(self.values).scatter_subtract(self.values, entries.indices, entries.values)
+        kernels_of_values(self.values).scatter_add(self.values, entries.indices, entries.values, subtract=True)
 
     def scatter_add(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
         """self[index] += value in the order given, in place; indices of `length` or more are skipped."""

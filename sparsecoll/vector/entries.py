@@ -1,4 +1,4 @@
-"""Entries: what SparseVector and RowSparse have in common, in the words of NumPy and SciPy."""
+"""Entries: the common part of SparseVector and RowSparse, with the names of NumPy and SciPy."""
 
 from __future__ import annotations
 
@@ -222,10 +222,7 @@ class Entries(Values):
                [ 0., -3.,  0.]])
         """
         shape = (self.length,) if shape is None else tuple(shape)
-        count = 1
-        for size in shape:
-            count *= int(size)
-        if count != self.length:
+        if math.prod(map(int, shape)) != self.length:
             raise ValueError(f"shape: expected {self.length} coordinates, got shape {shape}")
         return to_scipy(to_host(self.indices), to_host(self.values), shape, f"{format}_array")
 
@@ -267,11 +264,11 @@ class Entries(Values):
 
     def intersect(self, other: Entries) -> Self:
         """Return the entries of this vector whose index `other` stores, too."""
-        return self.take(kernels_of(self.indices).intersect(self.indices, other.indices))
+        return self.take(kernels_of(self.indices).where_in(self.indices, other.indices))
 
     def difference(self, other: Entries) -> Self:
         """Return the entries of this vector whose index `other` does not store."""
-        return self.take(kernels_of(self.indices).difference(self.indices, other.indices))
+        return self.take(kernels_of(self.indices).where_in(self.indices, other.indices, invert=True))
 
     def __len__(self) -> int:
         return self.length
@@ -279,7 +276,7 @@ class Entries(Values):
     __iter__ = None  # a loop over `length` coordinates is never meant
 
     def __bool__(self) -> bool:
-        raise ValueError(f"{type(self).__name__}: expected .nnz or len(x) where a truth value is asked for")
+        raise ValueError(f"The truth value of a {type(self).__name__} is ambiguous: use x.nnz or len(x).")
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):

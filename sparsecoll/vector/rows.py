@@ -16,8 +16,7 @@ from sparsecoll.telemetry.trace import span
 from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.dense import DenseVector
 from sparsecoll.vector.operation import SUM, Operation
-from sparsecoll.vector.pairs import combined, run_starts, sorted_order
-from sparsecoll.vector.row_arrays import sums
+from sparsecoll.vector.pairs import combined, run_starts, run_sums, sorted_order
 from sparsecoll.vector.scipy_arrays import blocks_of
 from sparsecoll.vector.sparse import MULTIPLIERS, SparseVector
 from sparsecoll.vector.values import (
@@ -150,7 +149,7 @@ class RowSparse(Arithmetic):
         with span("merge", sum(part.nnz for part in parts) * d):
             ascending, order = sorted_order(np.concatenate([part.indices for part in parts]))
             starts = np.flatnonzero(run_starts(ascending))
-            values = sums([part.values for part in parts], order, starts, accumulator_dtype(dtype), op)
+            values = run_sums([part.values for part in parts], order, starts, accumulator_dtype(dtype), op)
         return cls.from_sorted_unchecked(ascending[starts], saturating_cast(values, dtype), n)
 
     # What it holds
@@ -252,7 +251,7 @@ def hash_owners(indices: NDArray[Any], ranks: int) -> NDArray[np.int64]:
 
 
 def _squares(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the sum of the squares of each row, in float64 where float32 overflows; of NaN it is NaN."""
+    """Return the sum of the squares of each row, in float64 where float32 overflows; NaN if a value is NaN."""
     if values.dtype.kind == "c":
         return _squares(values.real) + _squares(values.imag)  # type: ignore[no-any-return]
     wide = accumulator_dtype(values.dtype) if is_float(values.dtype) else np.dtype(np.float64)

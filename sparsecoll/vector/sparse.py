@@ -109,7 +109,7 @@ class SparseVector(Arithmetic):
     def random_entries(self, k: int, key: int) -> SparseVector:
         """Return the stored entries among k random coordinates, which depend on `key` and `length` only."""
         chosen = kernels_of(self.values).random_indices(self.length, k, key)
-        return self.take(kernels_of(self.indices).intersect(self.indices, chosen))
+        return self.take(kernels_of(self.indices).where_in(self.indices, chosen))
 
     # Magnitudes
 
@@ -189,10 +189,6 @@ class SparseVector(Arithmetic):
 
     # Indices of two vectors
 
-    def union_disjoint(self, other: SparseVector) -> SparseVector:
-        """Return the entries of two vectors of one dtype that share no index."""
-        return SparseVector.merge([self, other], self.dtype) if other.nnz else self
-
     def mask(self) -> NDArray[np.uint8]:
         """Return one bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
         if self.on_gpu:
@@ -208,7 +204,7 @@ class SparseVector(Arithmetic):
         """Return one bit for each entry of this vector, set where `other` stores its index; as np.packbits."""
         stored = empty(self.nnz, np.uint8, self.indices)
         stored[:] = 0
-        stored[kernels_of(self.indices).intersect(self.indices, other.indices)] = 1
+        stored[kernels_of(self.indices).where_in(self.indices, other.indices)] = 1
         return np.packbits(stored)
 
     def select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:

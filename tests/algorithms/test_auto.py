@@ -146,7 +146,7 @@ def test_the_state_of_oktopk_is_saved():
         for _ in range(2):
             sparsecoll.allreduce(comm, x, auto, k=30_000)
         restored.load_state_dict(json.loads(json.dumps(auto.state_dict())))
-        assert restored.alike() == auto.alike() and auto.alike()[0] == 2
+        assert restored.replicated_state() == auto.replicated_state() and auto.replicated_state()[0] == 2
         mine, theirs = (sparsecoll.allreduce(comm, x, algo, k=30_000) for algo in (auto, restored))
         return same_bits(mine, theirs)
 

@@ -171,13 +171,13 @@ def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank
             agreed.append(y.traffic.phases["agree"].messages_sent if "agree" in y.traffic.phases else 0)
         return agreed
 
-    for make, text in ((Allgather, "boundaries: expected entries from"), (OkTopk, "state of the algorithm object: ")):
+    for make, text in ((Allgather, "boundaries: expected entries from"), (OkTopk, "state of the algorithm object")):
         assert simulate(4, lambda comm, m=make: program(comm, m, False)).results == [[2, 0, 0, 0]] * 4
         texts = set(simulate(4, lambda comm, m=make: program(comm, m, True)).results)
         assert len(texts) == 1 and text in texts.pop()
 
 
-@pytest.mark.parametrize("format", ["slots", formats.Slots(m=500), "quantized", "packed_codes"])
+@pytest.mark.parametrize("format", ["slots", formats.Slots(m=500), "packed_codes"])
 def test_lossy_formats_give_the_same_bits_for_long_messages(format, monkeypatch):
     """They stay whole: a part of a rounded message would be rounded by other scales."""
     whole = outcome(Allgather, "random", 3, format=format)
@@ -192,9 +192,9 @@ def test_a_new_seed_of_a_lossy_format_costs_no_message():
     def program(comm):
         x, agreed = SparseVector([comm.rank, 9], np.ones(2, np.float32), 10), []
         for step in range(3):
-            for format in (formats.Slots(8, seed=step), formats.Quantized(8, seed=step)):
-                traffic = sparsecoll.allreduce(comm, x, "allgather", k=2, format=format, return_reduction=True).traffic
-                agreed.append(traffic.phases["agree"].messages_sent if "agree" in traffic.phases else 0)
+            form = formats.Slots(8, seed=step)
+            traffic = sparsecoll.allreduce(comm, x, "allgather", k=2, format=form, return_reduction=True).traffic
+            agreed.append(traffic.phases["agree"].messages_sent if "agree" in traffic.phases else 0)
         return agreed
 
-    assert simulate(3, program).results == [[2, 2, 0, 0, 0, 0]] * 3
+    assert simulate(3, program).results == [[2, 0, 0]] * 3

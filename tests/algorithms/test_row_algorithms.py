@@ -5,9 +5,8 @@ import pytest
 from formulas import gather_rows, owner_rows
 
 import sparsecoll
-from sparsecoll import Network, RowSparse, simulate
+from sparsecoll import Network, RowGather, RowSparse, simulate
 from sparsecoll.algorithms import RowAuto, RowOwners
-from sparsecoll.algorithms.rows import RowGather
 
 N, D, BATCH = 300_000, 16, 4096
 ROW = 4 * D

@@ -1,4 +1,4 @@
-"""SparCML: three schedules, their volume and messages, the switch to dense streams, quantised streams."""
+"""SparCML: three schedules, their volume and messages, the switch to dense streams."""
 
 import formulas
 import numpy as np
@@ -111,28 +111,6 @@ def test_each_region_decides_by_itself():
     assert abs(received[1] - dense) < 16 and abs(received[0] - sparse) < 16
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_quantised_streams_take_fewer_bytes_and_conserve_what_rounding_takes(bits):
-    """Fewer bytes, the same bits on all ranks, and what quantisation takes stays with the owner of the region."""
-
-    def program(comm, bits):
-        rng = np.random.default_rng(comm.rank)
-        x = SparseVector(np.arange(4096), rng.standard_normal(4096).astype(np.float32), 4096)
-        algorithm = SparCML(variant="dynamic", bits=bits, seed=5)
-        first, second = (sparsecoll.allreduce(comm, x, algorithm, return_reduction=True) for _ in range(2))
-        return first, second, x
-
-    rows = simulate(4, lambda comm: program(comm, bits)).results
-    plain = simulate(4, lambda comm: program(comm, None)).results
-    for number in (0, 1):
-        assert all(same_bits(rows[0][number].value, row[number].value) for row in rows)
-        entered = sum(row[number].contributed.to_dense().astype(np.float64) for row in rows)
-        np.testing.assert_allclose(entered, rows[0][number].value.to_dense(), atol=1e-5)
-    assert (rows[0][0].value.to_dense() != rows[0][1].value.to_dense()).any()  # every call is rounded anew
-    gathered = [r[0][0].traffic.phases["gather"].bytes_received for r in (rows, plain)]
-    assert gathered[0] < gathered[1] * bits / 32 + 3 * (40 + 4 * 3 + 16)
-
-
 def test_auto_follows_the_model():
     """Few entries: few messages win. Many: split and gather. Filled in: dense streams."""
     network = Network(alpha=1e-6)
@@ -151,13 +129,5 @@ def test_auto_follows_the_model():
 
 
 def test_wrong_options_are_refused():
-    for options, text in (
-        ({"variant": "static"}, "variant: expected one of"),
-        ({"bits": 4}, "bits: expected None unless variant='dynamic'"),
-        ({"bits": 5, "variant": "dynamic"}, "bits: expected 8, 4 or 2"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            SparCML(**options)
-    with pytest.raises(ValueError, match="bits: expected None for int32"):
-        x = SparseVector([1], np.ones(1, np.int32), 4)
-        simulate(2, lambda comm: sparsecoll.allreduce(comm, x, SparCML(variant="dynamic", bits=8)))
+    with pytest.raises(ValueError, match="variant: expected one of"):
+        SparCML(variant="static")

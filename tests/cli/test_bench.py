@@ -1,7 +1,9 @@
 """bench and plot: what they measure, what they refuse, and their commands."""
 
 import json
-from itertools import pairwise
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +33,7 @@ def test_algorithms_and_their_options_are_read_from_text():
         ("oktopk:tau", "got 'tau'"),
         ("dense:selector=all", "selector: expected one of topk, .*, got 'all'"),
         ("oktopk:tau=abc", "oktopk:tau: expected int, got 'abc'"),
-        ("sparcml:bits=few", "sparcml:bits: expected int or None, got 'few'"),
+        ("arctopk:columns=few", "arctopk:columns: expected int or None, got 'few'"),
         ("oktopk:exact=1", "oktopk:exact: expected bool, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -146,16 +148,6 @@ def test_bench_saves_rows_and_plot_draws_them(tmp_path, capsys):
         assert printed.startswith(f"sparsecoll: {tmp_path / 'other.json'}: {message}") and printed.count("\n") == 1
 
 
-def test_every_row_has_a_bar_of_its_own(tmp_path):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    densities = [0.0001, 0.0002, 0.0004, 0.0004]
-    plot.stacked([{"algo": "a", "density": d, "select": 1.0} for d in densities], tmp_path / "bars.svg")
-    axes = pyplot.figure(pyplot.get_fignums()[-1]).axes[0]
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == [f"a, {100 * d:g} %" for d in densities]
-    assert sorted({bar.get_y() for bar in axes.patches}) == sorted(bar.get_y() for bar in axes.patches)
-
-
 def test_figures_that_would_have_the_same_name_are_refused(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     row = {"algo": "x", "n": 9, "P": 2, "density": 0.1, "seconds": 1}
@@ -223,80 +215,15 @@ def test_rows_are_saved_as_they_come(tmp_path, monkeypatch):
     assert [row["algo"] for row in json.loads(path.read_text())["rows"]] == ["allgather"]
 
 
-def test_dense_is_a_line_in_the_figures_of_the_sparse_ones(tmp_path, monkeypatch):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    rows = [
-        {"algo": algo, "n": 9, "density": density, "P": P, "seconds": P * 0.01, "bytes_received": 10 * P}
-        for algo, density in (("a", 0.1), ("b", 0.1), ("dense", 1.0))
-        for P in (2, 4)
-    ]
-    made = plot.figures(rows, tmp_path, "r")
-    assert sorted(path.name for path in made) == ["r_time_n9_d0.1.svg", "r_volume_n9_d0.1.svg"]
-    axes = pyplot.figure(pyplot.get_fignums()[-2]).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["dense", "a", "b"]  # the same heights
-    axes.figure.canvas.draw()
-    assert all(float(tick.get_text().replace(",", "")) > 0 for tick in axes.get_yticklabels())  # 20, not 2 x 10^1
-
-
-def test_the_legend_is_not_over_the_label_of_the_axis(tmp_path):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    for count in (1, 12):
-        rows = [{"algo": f"a{i}", "density": 0.1, **dict.fromkeys(plot.PARTS, 1e-3)} for i in range(count)]
-        plot.stacked(rows, tmp_path / "phases.svg", "title")
-        figure = pyplot.figure(pyplot.get_fignums()[-1])
-        figure.canvas.draw()
-        label = figure.axes[0].xaxis.label.get_window_extent()
-        assert not figure.legends[0].get_window_extent().overlaps(label)
-
-
-def line_rows(count, dense=()):
-    """Rows of lines that end at the same point, and of dense sums."""
-    some = [{"algo": f"a{i}", "density": d, "seconds": 1 + i * (0.1 - d)} for i in range(count) for d in (0.01, 0.1)]
-    some += [{"algo": name, "density": 1.0, "seconds": 1.0} for name in dense]
-    return [row | {"n": 9, "P": 2} for row in some]
-
-
-def test_lines_can_be_told_apart(tmp_path):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    dense = ("MPI_Allreduce", "dense", "compressor qsgd", "compressor fp16", "gloo")
-    from matplotlib.text import Text
-
-    plot.lines(line_rows(8, dense), "density", "seconds", tmp_path / "lines.svg")
-    figure = pyplot.figure(pyplot.get_fignums()[-1])
-    figure.canvas.draw()
-    (axes,) = figure.axes
-    looks = [(line.get_color(), line.get_linestyle(), line.get_marker(), line._dash_pattern) for line in axes.lines]
-    assert (
-        len(set(map(str, looks))) == 13 and len({look[0] for look in looks[5:]} | {look[2] for look in looks[5:]}) == 16
-    )
-    assert {text.get_text() for text in axes.texts} == {*dense, *(f"a{i}" for i in range(8))}
-    assert {text.get_color() for text in axes.texts} == {look[0] for look in looks}
-    boxes = sorted((Text.get_window_extent(text) for text in axes.texts), key=lambda box: box.y0)  # without arrows
-    assert all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
-    right = figure.get_window_extent().x1
-    assert all(axes.get_window_extent().x1 < box.x0 and box.x1 <= right for box in boxes)
-
-
-def test_more_lines_than_can_be_told_apart_are_refused(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps({"rows": line_rows(9, ["dense"])}))
-
-    def drawn(*arguments):
-        main(["plot", str(path), "--out", str(tmp_path), *arguments])
-        return capsys.readouterr().out.split()
-
-    for arguments, text in (
-        ([], "--algo: expected at most 8 lines in a figure beside dense sums, got 9: choose among a0, a1, "),
-        (["--algo", "a1", "b"], "--algo: expected some of a0, a1, a2, a3, a4, a5, a6, a7, a8, dense, got b"),
+def test_the_commit_is_that_of_the_checkout_and_nothing_without_git_or_in_another_repository(monkeypatch, tmp_path):
+    if (
+        shutil.which("git")
+        and subprocess.run(["git", "-C", Path(timing.__file__).parent, "ls-files"], capture_output=True).stdout
     ):
-        with pytest.raises(SystemExit) as ended:
-            drawn(*arguments)
-        printed = capsys.readouterr().err
-        assert ended.value.code == 2 and printed.startswith(f"sparsecoll: {text}") and printed.count("\n") == 1
-    assert drawn("--algo", "a1", "a8") == [str(tmp_path / "rows_density_n9_P2.svg")]
-    svg = (tmp_path / "rows_density_n9_P2.svg").read_text()
-    assert all(f"<!-- {name} -->" in svg for name in ("a1", "a8", "dense")) and "<!-- a2 -->" not in svg
+        assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", timing.about()["commit"])
+        subprocess.run(["git", "init", "-q", tmp_path], check=True)
+        monkeypatch.setattr(timing, "__file__", str(tmp_path / "venv" / "timing.py"))
+        (tmp_path / "venv").mkdir()
+        assert timing.about()["commit"] == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert timing.about()["commit"] == ""

@@ -18,11 +18,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # of a shell's job in 
 from sparsecoll.bench import timing
 from sparsecoll.cli import doctor
 from sparsecoll.cli.main import main
+slow = lambda *_, **__: time.sleep(60)
 {measure}
 print("ready", flush=True)
 main()
 """
-SLOW = "timing.measure = lambda *_, **__: time.sleep(60)"  # one that computes
+SLOW = "timing.measure = slow"  # one that computes
 DROPS = """
 def measure(*_, **__):
     ctypes.CFUNCTYPE(None)(lambda: time.sleep(60))()  # as functions of Python that LLVM calls
@@ -35,7 +36,10 @@ COMMANDS = {
     "bench": (["bench", "--n", "1e5", "--repeat", "99999"], ""),
     "bench computes": (["bench"], SLOW),
     "bench drops it": (["bench"], DROPS),
-    "doctor": (["doctor"], "doctor._versions = lambda: time.sleep(60)"),
+    "doctor": (["doctor"], "doctor._versions = slow"),
+    "warmup": (["warmup"], "from sparsecoll.cli import warmup; warmup._algorithms = slow"),
+    "gain": (["gain"], "from sparsecoll.cli import gain; gain.predict = slow"),
+    "plot": (["plot", "no.json"], "from sparsecoll.cli import plot; plot.rows_of = slow"),
     "doctor's self-tests": (["doctor"], "doctor._PROGRAM = 'import time; time.sleep(60)'"),
 }
 

@@ -212,6 +212,12 @@ def test_rows_of_compressors():
         (["oktopk", "oktopk"], {}, ValueError, "algos: expected different names, got oktopk for 2"),
         ([SparCML(), SparCML(variant="dynamic")], {}, ValueError, "algos: expected different names"),
         (["best"], {}, ValueError, "algo: expected one of auto"),
+        (
+            ["MPI_Allreduce"],
+            {},
+            ValueError,
+            "algo: expected another one without a communicator of MPI, got .*: use dense",
+        ),
         ([OkTopk], {}, TypeError, "algo: expected text, an Algorithm or a Compressor object, got the class OkTopk"),
         (["dense"], {"n": 0}, ValueError, "n: expected at least 1, got 0"),
         (["oktopk"], {"density": 2.0}, ValueError, "density: expected"),

@@ -15,8 +15,15 @@ import logging, sys
 logging.basicConfig(stream=sys.stdout, level=logging.INFO)
 import numpy as np
 import sparsecoll
-print(sparsecoll.select.topk(np.arange(9, dtype=np.float32), 3).nnz)
+{call}
 """
+CALLS = {
+    "top-k": "print(sparsecoll.select.topk(np.arange(9, dtype=np.float32), 3).nnz)",
+    "a kernel whose closure holds another": (
+        "x = sparsecoll.SparseVector([1, 2, 5], np.ones(3, np.float32), 9);"
+        "print(sparsecoll.formats.decode(sparsecoll.formats.encode(x, 'quantized'), 9).nnz)"
+    ),
+}
 
 
 def run(folder, *command):
@@ -24,10 +31,11 @@ def run(folder, *command):
     return subprocess.check_output([sys.executable, *command], text=True, env=environment, timeout=900)
 
 
-def test_one_line_when_kernels_are_compiled(tmp_path):
+@pytest.mark.parametrize("call", CALLS)
+def test_kernels_are_compiled_once_with_one_line(call, tmp_path):
     if not warmup.cache():
         pytest.skip("the reference kernels are used")
-    first, second = (run(tmp_path, "-c", CALL) for _ in range(2))
+    first, second = (run(tmp_path, "-c", CALL.format(call=CALLS[call])) for _ in range(2))
     assert first.count("kernels are compiled for the first time, into") == 1 and str(tmp_path) in first
     assert second == "3\n"
 
@@ -73,7 +81,7 @@ import logging, sys
 logging.basicConfig(stream=sys.stdout, level=logging.INFO)
 from sparsecoll.cli.main import main
 main(["bench", "--n", "1e6", "6e6", "--density", "0.01", "--repeat", "1", "--algo", "auto", "oktopk", "dense"])
-main(["simulate", "--n", "1e5", "--ranks", "5", "--repeat", "2", "--format", "auto", "coo"])
+main(["simulate", "--n", "1e5", "--ranks", "5", "--algo", "allgather", "--format", "auto", "coo", "packed_codes"])
 """
 
 
@@ -83,4 +91,5 @@ def test_nothing_is_left_to_compile(tmp_path):
         pytest.skip("the reference kernels are used")
     printed = run(tmp_path, "-m", "sparsecoll", "warmup")
     assert f"the kernels are in {tmp_path}" in printed
+    assert all(" 0 compiled " in line for line in run(tmp_path, "-m", "sparsecoll", "warmup").splitlines()[:-1])
     assert "compiled for the first time" not in run(tmp_path, "-c", AFTER)

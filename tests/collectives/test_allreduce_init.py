@@ -101,12 +101,12 @@ def test_start_wait_and_free():
     comm = LocalTransport()
     x = SparseVector([1, 3], np.ones(2), 5)
     plan = sparsecoll.allreduce_init(comm, x)
-    with pytest.raises(CommunicationError, match="wait: expected a call started"):
+    with pytest.raises(CommunicationError, match="No call has been started"):
         plan.wait()
     assert plan.test()
     for step in range(3):
         request = plan.start(step * x)
-        with pytest.raises(CommunicationError, match="start: expected wait"):
+        with pytest.raises(CommunicationError, match=r"call wait\(\) before start\(\)"):
             plan.start(x)
         assert plan.wait(30) == request.wait() == step * x and plan.test()
     plan.start(x * np.nan)
@@ -116,11 +116,11 @@ def test_start_wait_and_free():
     with plan:
         assert Request.waitall([plan.start(x)]) == [x]
         plan.start(2 * x)  # the call before it has been waited for
-        with pytest.raises(CommunicationError, match=r"free: expected wait\(\) for the call started before"):
+        with pytest.raises(CommunicationError, match=r"call wait\(\) before free\(\)"):
             plan.free()
         assert plan.wait() == 2 * x
         plan.start(3 * x)
-    with pytest.raises(CommunicationError, match="plan: expected one that is in use, got one after free"):
+    with pytest.raises(CommunicationError, match="This plan has been freed"):
         plan(x)
     with pytest.raises(ValueError, match="finite"), sparsecoll.allreduce_init(comm, x) as plan:
         plan.start(x * np.nan)  # the end of the block waits
@@ -132,7 +132,7 @@ def test_calls_of_a_plan_that_one_rank_has_freed_fail_on_all():
         plan = sparsecoll.allreduce_init(comm, x)
         if comm.rank == 2:
             plan.free()
-        with pytest.raises(CommunicationError, match="rank 2: plan: expected one that is in use"):
+        with pytest.raises(CommunicationError, match="rank 2: This plan has been freed"):
             plan(x)
 
     simulate(3, program)
@@ -210,3 +210,25 @@ def test_errors_of_the_first_call_are_the_same_on_all_ranks():
 
     results = simulate(3, program).results
     assert results[0] == results[1] == results[2]
+
+
+def test_what_a_session_shows_of_calls_fits_one_line():
+    """repr of a plan, a request, traffic and a simulation; a notebook shows traffic as a table."""
+
+    def program(comm):
+        x = sparsecoll.SparseVector([comm.rank], np.ones(1), 4)
+        plan = sparsecoll.allreduce_init(comm, x)
+        states = [repr(plan)]
+        states += [repr(plan.start(x)), repr(plan)]
+        plan.wait()
+        plan.free()
+        return [*states, repr(plan), repr(sparsecoll.traffic(comm))], sparsecoll.traffic(comm)._repr_html_()
+
+    simulation = simulate(2, program)
+    texts, table = simulation.results[0]
+    finished = "Request(finished)"
+    assert texts[:4] == ["Plan(2 ranks, not started)", finished, f"Plan(2 ranks, {finished})", "Plan(2 ranks, freed)"]
+    received = simulation.traffic[0].total.bytes_received
+    assert texts[4].startswith("Traffic(sent ") and f"received {received:,} bytes" in texts[4]
+    assert f"<tr><td>total</td><td>{received:,}</td><td>{received:,}</td>" in table
+    assert repr(simulation).startswith("Simulation(2 ranks, ") and f"at most {received:,} bytes" in repr(simulation)

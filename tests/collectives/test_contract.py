@@ -25,9 +25,13 @@ VECTORS = {
 ROWS = ("allreduce", "reduce_scatter", "allgather", "bcast", "alltoall", "alltoallv")
 
 
+@pytest.mark.parametrize("tensors", [False, True])
 @pytest.mark.parametrize("P", range(1, 10))
-def test_what_is_offered_is_right_and_what_is_not_is_refused(P):
-    simulate(P, lambda comm: check(comm, CASES[P % 4 :: 4]), ranks_per_node=2)
+def test_what_is_offered_is_right_and_what_is_not_is_refused(P, tensors):
+    if tensors:
+        pytest.importorskip("torch")
+    cases = [case for case in CASES if (case["kind"] == "torch") == tensors]
+    simulate(P, lambda comm: check(comm, cases[P % 4 :: 4]), ranks_per_node=2)
 
 
 @pytest.mark.parametrize("others", [0, 70], ids=["alone", "all"])

@@ -20,8 +20,8 @@ TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 25  # lines of a call
 HOME = Path(sparsecoll.__file__).parent
 ROOMS = ("collectives", "algorithms", "select", "formats", "vector")
 BINDING = {  # what comes before the call begins, with the public functions themselves
-    "blocking", "blocking.<locals>.make", "on_vectors", "nonblocking.<locals>.start",
-    "nonblocking.<locals>.start.<locals>.<lambda>", "allreduce_init.<locals>.init", "Plan.__call__", "Plan._prepared",
+    "blocking", "blocking.<locals>.make", "nonblocking.<locals>.start",
+    "nonblocking.<locals>.start.<locals>.<lambda>", "Plan.__call__", "Plan._prepared",
     "Plan._prepared.<locals>.call", "Plan.__enter__", "Plan.__exit__", "CallOptions.moving",
 }  # fmt: skip
 

@@ -138,7 +138,7 @@ def test_a_class_that_has_no_name_elsewhere_is_kept_only_where_results_are_those
 
 def test_a_damaged_name_of_a_class_is_an_error():
     from sparsecoll.collectives.convert import from_text, to_text
-    from sparsecoll.collectives.convert.keyed import ToMapping
+    from sparsecoll.collectives.convert.mappings import ToMapping
 
     text = to_text(ToMapping(Mine, "None"))
     assert from_text(text).kind is Mine

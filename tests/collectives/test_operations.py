@@ -83,7 +83,6 @@ def test_what_makes_no_sense_is_refused_on_all_ranks():
     assert "'ignore' or 'zero'" in refused("max", missing=0)
     assert "return_reduction" in refused("max", return_reduction=True)
     assert "loses nothing" in refused("min", format="slots", algo="allgather")
-    assert "'max'" in refused("max", algo=sparsecoll.SparCML(variant="dynamic", bits=8))
     assert "'max'" in refused("max", algo=sparsecoll.Hierarchical(inner="oktopk"))
     assert "'max'" in refused("max", algo=sparsecoll.Auto(want="top_k_of_sum"))
 

@@ -64,7 +64,7 @@ def test_bytes_of_reduce_scatter():
 
 @pytest.mark.parametrize("P", [1, 2, 3, 7])
 @pytest.mark.parametrize(
-    "options", [{}, {"value_dtype": "float16"}, {"format": "quantized"}, {"format": "slots"}], ids=str
+    "options", [{}, {"value_dtype": "float16"}, {"format": "packed_codes"}, {"format": "slots"}], ids=str
 )
 def test_vectors_are_scattered_without_losing_anything_but_rounding(P, options):
     """Regions count from 0, and what contributed is what has arrived."""

@@ -5,7 +5,7 @@ import pytest
 
 import sparsecoll
 from sparsecoll import Allgather, CommunicationError, OkTopk, RowSparse, SparseVector, simulate
-from sparsecoll.algorithms.rows import OWNERS, RowOwners
+from sparsecoll.algorithms.owners import OWNERS, RowOwners
 from sparsecoll.select import TopK
 
 ALGORITHMS = ["auto", "allgather", *map(RowOwners, OWNERS)]

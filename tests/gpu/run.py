@@ -4,7 +4,7 @@
     python tests/gpu/run.py --cuda-mpi /opt/ompi-cuda     # and device pointers, with a CUDA-aware Open MPI
     python tests/gpu/run.py --pretend --cuda-mpi ...      # without a GPU: device pointers of a pretended driver
 
-Needs in this Python: cupy, mpi4py, numba, pytest, pytest-mpi, hypothesis, rich; and an mpirun. No network. Kernels are
+Needs in this Python: cupy, mpi4py, numba, pytest, pytest-mpi, hypothesis; and an mpirun. No network. Kernels are
 compared with the reference, under compute-sanitizer too where it is found; ranks share the GPU.
 """
 

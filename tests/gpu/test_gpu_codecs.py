@@ -6,6 +6,7 @@ from gpu_cases import FEW, all_same, index_dtypes, indices, same, seeds, sizes, 
 from hypothesis import given, strategies as st
 
 from sparsecoll.kernels import reference
+from sparsecoll.kernels.keys import Code
 from sparsecoll.kernels.reference.quantization import code_bytes
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 
@@ -88,14 +89,14 @@ def test_quantised_values_equal_the_reference(cp, gpu, size, seed, kind, first, 
     buckets = (first + size - 1) // bucket - first // bucket + 1 if size else 0
     scales, codes = np.empty(buckets, np.float32), np.empty(code_bytes(first, size, kind[0], bucket), np.uint8)
     mine = cp.asarray(v), cp.empty(buckets, np.float32), cp.empty(codes.size, np.uint8)
-    gpu.quantize(mine[0], first, *kind, bucket, drawn, *mine[1:], keep)
+    gpu.quantize(mine[0], first, Code(*kind, bucket), drawn, *mine[1:], keep)
     with np.errstate(all="ignore"):
-        reference.quantize(v, first, *kind, bucket, drawn, scales, codes, keep)
+        reference.quantize(v, first, Code(*kind, bucket), drawn, scales, codes, keep)
     all_same(mine, (v, scales, codes))
     for add in (False, True):
         out, theirs = np.ones(size, np.float32), cp.asarray(np.ones(size, np.float32))
-        reference.dequantize(codes, first, *kind, bucket, scales, out, add)
-        gpu.dequantize(mine[2], first, *kind, bucket, mine[1], theirs, add)
+        reference.dequantize(codes, first, Code(*kind, bucket), scales, out, add)
+        gpu.dequantize(mine[2], first, Code(*kind, bucket), mine[1], theirs, add)
         same(theirs, out)
 
 

@@ -36,7 +36,7 @@ def pieces(request, cp, monkeypatch):
     from sparsecoll.transport import staging
 
     if request.param == "pieces":
-        monkeypatch.setattr(staging, "CHUNK", 64)
+        monkeypatch.setattr(staging.Staging, "chunk", 64)
 
 
 def made(name):

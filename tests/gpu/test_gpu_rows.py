@@ -6,7 +6,7 @@ from test_gpu_kernels import same
 
 import sparsecoll
 from sparsecoll import RowSparse, simulate
-from sparsecoll.algorithms.rows import RowOwners
+from sparsecoll.algorithms.owners import RowOwners
 
 
 def rows_of(rank, n=60, d=3):

@@ -4,13 +4,12 @@ import contextlib
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
-from sparsecoll.torch.tensors import device as devices  # noqa: E402
+from sparsecoll import simulate
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD
+from sparsecoll.torch.compressors import OkTopk, TopK
+from sparsecoll.torch.tensors import device as devices
 
 OPTIONS = {"covap": {"interval": 2}, "dragonn": {"selective": False, "density": 0.1}}
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from sparsecoll.kernels import cpu, reference
+from sparsecoll.kernels.keys import Code
 from sparsecoll.kernels.reference.quantization import code_bytes
 
 KINDS = [(8, "linear"), (4, "linear"), (2, "linear"), (8, "float"), (4, "float"), (2, "mean"), (1, "mean")]
@@ -25,12 +26,12 @@ def coded(kernels, values, first, kind, bucket, seed, keep=False):
         np.full(buckets, 9, np.float32),
         np.full(code_bytes(first, values.size, kind[0], bucket), 9, np.uint8),
     )
-    kernels.quantize(values, first, *kind, bucket, seed, scales, codes, keep)
+    kernels.quantize(values, first, Code(*kind, bucket), seed, scales, codes, keep)
     return codes, scales
 
 
 def decoded(kernels, codes, scales, first, kind, bucket, out, add=False):
-    kernels.dequantize(codes, first, *kind, bucket, scales, out, add)
+    kernels.dequantize(codes, first, Code(*kind, bucket), scales, out, add)
     return out
 
 

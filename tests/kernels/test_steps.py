@@ -6,6 +6,7 @@ from hypothesis import given, strategies as st
 from test_kernels import FEW, equal, indices, seeds, sizes, values
 
 from sparsecoll.kernels import cpu, reference, threads
+from sparsecoll.kernels.keys import SgdRule
 
 RULES = st.fixed_dictionaries(
     {
@@ -28,8 +29,8 @@ def test_steps_have_the_bits_of_the_reference(dtype, size, seed, own, rule, data
     params = values(dtype, length, seed + 1)
     velocity = values(dtype, length, seed + 2) if data.draw(st.booleans()) else None
     mine, theirs = [[None if x is None else x.copy() for x in (params, velocity)] for _ in range(2)]
-    cpu.sgd_step(*mine, i, v, offset, **rule)
-    reference.sgd_step(*theirs, i, v, offset, **rule)
+    cpu.sgd_step(*mine, i, v, offset, SgdRule(**rule))
+    reference.sgd_step(*theirs, i, v, offset, SgdRule(**rule))
     for a, b in zip(mine, theirs, strict=True):
         if b is not None:
             np.testing.assert_array_equal(a, b)
@@ -45,8 +46,8 @@ def test_threads_share_a_step(monkeypatch):
     i, v = np.sort(rng.choice(params.size, 400, replace=False)).astype(np.uint32), rng.standard_normal(400)
     rule = {"lr": 0.1, "share": 0.5, "decay": 0.1, "momentum": 0.9, "damp": 0.8, "nesterov": True}
     mine, theirs = (params.copy(), velocity.copy()), (params, velocity)
-    cpu.sgd_step(*mine, i, v, 0, **rule)
-    reference.sgd_step(*theirs, i, v, 0, **rule)
+    cpu.sgd_step(*mine, i, v, 0, SgdRule(**rule))
+    reference.sgd_step(*theirs, i, v, 0, SgdRule(**rule))
     for a, b in zip(mine, theirs, strict=True):
         equal(a, b)
 
@@ -70,5 +71,5 @@ def test_steps_are_those_of_torch(settings, weight_decay):
         damp = 1 - settings.get("dampening", 0) if step else 1.0
         momentum, nesterov = settings.get("momentum", 0), settings.get("nesterov", False)
         rule = {"lr": 0.1, "share": 1 / 4, "decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
-        cpu.sgd_step(mine, velocity, i, v, 0, damp=damp, **rule)
+        cpu.sgd_step(mine, velocity, i, v, 0, SgdRule(damp=damp, **rule))
         np.testing.assert_allclose(mine, p.detach().numpy(), rtol=1e-12)

@@ -20,7 +20,7 @@ def sampled(n):
 
 
 def stride_of(n):
-    return sampling.stride_for(n, min(max(n >> 7, sampling.SMALL), cpu.largest.SAMPLE))
+    return sampling.stride_for(n, min(max(n >> 7, sampling.SMALL), cpu.selection.SAMPLE))
 
 
 def few(rng, n, k):
@@ -83,8 +83,8 @@ def test_the_top_k_of_values_at_the_edges_are_those_of_the_reference(shape, dtyp
 def test_one_pass_finds_the_top_k_however_values_repeat(shape, seed, monkeypatch):
     """Values that repeat with the stride of the sample, among others, do not mislead it."""
     n, k, passes = 1 << 18, 1 << 12, []
-    select = cpu.largest.select
-    monkeypatch.setattr(cpu.largest, "select", lambda *given: passes.append(1) or select(*given))
+    select = cpu.selection.select
+    monkeypatch.setattr(cpu.selection, "select", lambda *given: passes.append(1) or select(*given))
     cpu.topk(as_dtype(SHAPES[shape](np.random.default_rng(seed), n, k), "float32"), k)
     assert len(passes) == 1
 

@@ -15,15 +15,18 @@ ELSEWHERE = [  # rows whose tests have a file of their own
     ("`autocast` to bfloat16", {}),
     ("ranks with different numbers of batches: `with optimizer.join():`", {HOOK: "DDP's own `join()`"}),
 ]
+PLAIN = ("zero_grad()`", "zero_grad` at all", "skip", "frozen", "learning rate", "param_groups")  # in words above it
 
 
 def table():
-    """Loops that have the same cells in one row, as Markdown; the largest groups first."""
+    """Loops that have the same cells in one row, as Markdown, without plain ones; the largest groups first."""
     groups = {}
     for loop in LOOPS.values():
         groups.setdefault(tuple(loop.cell(way) for way in WAYS), []).append(loop.title)
     for title, cells in ELSEWHERE:
         groups.setdefault(tuple(cells.get(way, SAME) for way in WAYS), []).append(title)
+    everywhere = groups[(SAME,) * len(WAYS)]
+    everywhere[:] = [title for title in everywhere if not any(word in title for word in PLAIN)]
     heads = ["loop", "`DistributedOptimizer`", "with `overlap=False`", "DDP hook", "`SparseSGD`"]
     rows = sorted(groups.items(), key=lambda group: -len(group[1]))
     lines = [heads, ["---"] * 5, *(["<br>".join(titles), *cells] for cells, titles in rows)]

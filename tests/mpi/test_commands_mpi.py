@@ -1,7 +1,10 @@
 """Commands on real ranks: each thing is said once, and what goes wrong on one rank ends all of them."""
 
+import contextlib
+import importlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 
 import sparsecoll
 from sparsecoll.cli.main import main
+from sparsecoll.kernels import host_kernels
 
 pytestmark = pytest.mark.mpi
 DENSE = "dense" if "TORCHELASTIC_RUN_ID" in os.environ else "MPI_Allreduce"
@@ -55,6 +59,53 @@ def test_what_one_rank_sees_ends_all(comm, folder, capfd):
     assert comm.allreduce(1) == comm.size
 
 
+MINE = """
+from sparsecoll import Allgather
+class Mine(Allgather):
+    pass
+"""
+
+
+def test_a_method_that_one_rank_cannot_import_ends_all(comm, folder, capfd, monkeypatch):
+    """One line for the job, and status 2 on all ranks; with the module on all of them, it is measured."""
+    own = folder / str(comm.rank)
+    own.mkdir()
+    monkeypatch.chdir(own)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    arguments = ["bench", "--n", "1000", *ALGOS, "--algo", "my_own_methods:Mine", "--json", str(folder / "rows.json")]
+    last = comm.size - 1
+    if comm.rank < last:
+        (own / "my_own_methods.py").write_text(MINE)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    printed = "".join(line for line in capfd.readouterr().err.splitlines(True) if "1 rank" not in line)
+    assert ended.value.code == 2
+    where = f"rank {last}: " * (comm.size > 1)
+    expected = f"sparsecoll: {where}algo: expected MODULE:CLASS that can be imported, got 'my_own_methods:Mine'"
+    assert (printed.startswith(expected) and printed.count("\n") == 1) if comm.rank == 0 else printed == ""
+    (own / "my_own_methods.py").write_text(MINE)
+    importlib.invalidate_caches()
+    main(arguments)
+    comm.Barrier()
+    assert [row["algo"] for row in json.loads((folder / "rows.json").read_text())["rows"]] == ["my_own_methods:Mine"]
+    sys.modules.pop("my_own_methods")
+
+
+@pytest.mark.parametrize("name, value", [("KERNELS", "nonsense"), ("ON_TIMEOUT", "abrt")])
+def test_doctor_survives_a_variable_with_which_no_sum_is_possible(comm, name, value, capfd, monkeypatch):
+    monkeypatch.setenv(f"SPARSECOLL_{name}", value)
+    if name == "KERNELS":
+        monkeypatch.setattr("sparsecoll.kernels.host_kernels", host_kernels.__wrapped__)
+        monkeypatch.setattr("sparsecoll.cli.doctor.host_kernels", host_kernels.__wrapped__)
+    status = contextlib.nullcontext() if comm.rank else pytest.raises(SystemExit)
+    with status:
+        main(["doctor"])
+    printed = capfd.readouterr()
+    shown = printed.out.startswith("broken ") and f"SPARSECOLL_{name}: {value}\n" in printed.out
+    assert shown == (comm.rank == 0) and not printed.err
+    comm.Barrier()
+
+
 def test_doctor_on_the_ranks_of_the_job(comm, folder, capfd):
     """Doctor finds them all, and measures the transport that they use."""
     main(["doctor", "--json", str(folder / "findings.json")])
@@ -63,7 +114,7 @@ def test_doctor_on_the_ranks_of_the_job(comm, folder, capfd):
     if comm.rank:
         assert printed == ""
         return
-    assert "sparsecoll doctor" in printed
+    assert f"ranks: {comm.size} on " in printed
     found = {row["subject"]: row["found"] for row in json.loads((folder / "findings.json").read_text())["findings"]}
     assert found["ranks"].startswith(f"{comm.size} on ")
     if comm.size > 1:

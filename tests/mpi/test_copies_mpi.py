@@ -3,13 +3,11 @@
 import copy
 
 import pytest
+import torch
+from runs import HOOK, Run, alike, net, plain_sgd, train
 
-torch = pytest.importorskip("torch")
-
-from runs import HOOK, Run, alike, net, plain_sgd, train  # noqa: E402
-
-from sparsecoll.torch import HookState, comm_hook  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch import HookState, comm_hook
+from sparsecoll.torch.compressors import TopK
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")

@@ -1,14 +1,12 @@
 """DistributedOptimizer and DDP's hook over MPI: as on virtual ranks, with overlap and without, side by side."""
 
 import pytest
+import torch
+from simulated import simulated
 
-torch = pytest.importorskip("torch")
-
-from simulated import simulated  # noqa: E402
-
-import sparsecoll  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_hook  # noqa: E402
-from sparsecoll.torch.compressors import COVAP, DRAGONN, TopK  # noqa: E402
+import sparsecoll
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_hook
+from sparsecoll.torch.compressors import COVAP, DRAGONN, TopK
 
 pytestmark = pytest.mark.mpi
 AUTO = sparsecoll.Auto(network=sparsecoll.Network())  # else each transport has its own

@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 pytestmark = pytest.mark.mpi
 PAGE = Path(__file__).parent.parent.parent / "docs" / "loops.md"

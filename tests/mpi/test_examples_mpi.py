@@ -32,10 +32,5 @@ def test_sums_by_hand_and_by_one_call(mpi):
     if mpi.COMM_WORLD.rank == 0:
         assert [line.split()[0] for line in lines] == ["words", "colours", "graph"]
     page = " ".join((Path(__file__).parents[2] / "docs" / "from_mpi4py.md").read_text().split())
-    by_hand, ours = (
-        [counts.lines_of(getattr(counts, f"{name}{way}")) for name in ("words", "colours", "graph")]
-        for way in ("_by_hand", "")
-    )
-    text = "By hand they take {} lines (words), {} (a histogram of 2^24 keys) and {} (a graph)"
-    text += ", and with sparsecoll {}, {} and {}:"
-    assert text.format(*by_hand, *ours) in page
+    by_hand = [counts.lines_of(getattr(counts, f"{name}_by_hand")) for name in ("words", "colours", "graph")]
+    assert f"in {min(by_hand)} to {max(by_hand)} lines" in page

@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import sparsecoll.torch  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer  # noqa: E402
+import sparsecoll.torch
+from sparsecoll.torch import DistributedOptimizer
 
 pytestmark = pytest.mark.mpi
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

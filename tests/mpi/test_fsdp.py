@@ -4,10 +4,8 @@ torchrun --nproc-per-node 4 --no-python python -m pytest tests/mpi/test_fsdp*.py
 """
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from sharded_models import (  # noqa: E402
+import torch
+from sharded_models import (
     HYBRID,
     LAYOUTS,
     MIDDLE,
@@ -27,8 +25,8 @@ from sharded_models import (  # noqa: E402
     whole,
 )
 
-import sparsecoll.torch.fsdp  # noqa: E402
-from sparsecoll import CommunicationError  # noqa: E402
+import sparsecoll.torch.fsdp
+from sparsecoll import CommunicationError
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
 

@@ -1,10 +1,8 @@
 """What becomes of the residuals of sharded models: steps that are taken, skipped and fail, and checkpoints."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from sharded_models import (  # noqa: E402
+import torch
+from sharded_models import (
     LAYOUTS,
     MIDDLE,
     TORCHRUN,
@@ -18,10 +16,10 @@ from sharded_models import (  # noqa: E402
     train,
     whole,
 )
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-import sparsecoll.torch.fsdp  # noqa: E402
-from sparsecoll import NonFiniteError  # noqa: E402
+import sparsecoll.torch.fsdp
+from sparsecoll import NonFiniteError
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
 

@@ -1,12 +1,10 @@
 """Mixed precision: GradScaler with and without overflows, and autocast, over MPI."""
 
 import pytest
+import torch
+from runs import HOOK, LOCAL, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, net
 
-torch = pytest.importorskip("torch")
-
-from runs import HOOK, LOCAL, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, net  # noqa: E402
-
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopK
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")

@@ -7,17 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from loops_of_models import Shelf
+from runs import HOOK, Ledger, Run, alike, bits, draw, net, plain_sgd, train
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-torch = pytest.importorskip("torch")
-
-from loops_of_models import Shelf  # noqa: E402
-from runs import HOOK, Ledger, Run, alike, bits, draw, net, plain_sgd, train  # noqa: E402
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
-from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
-
-from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
-from sparsecoll.torch import WarmUp  # noqa: E402
-from sparsecoll.torch.compressors import ACPSGD, DGC, EFSignSGD, OkTopk, RandomK, TopK  # noqa: E402
+from sparsecoll.errors import CommunicationError, NonFiniteError
+from sparsecoll.torch import WarmUp
+from sparsecoll.torch.compressors import ACPSGD, DGC, EFSignSGD, OkTopk, RandomK, TopK
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")

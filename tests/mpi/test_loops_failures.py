@@ -1,16 +1,14 @@
 """What goes wrong around a training loop, over MPI: heard by all ranks, or undone; and wrappers that come and go."""
 
 import pytest
+import torch
+from runs import LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, close, draw, net, plain_sgd, sgd, train
 
-torch = pytest.importorskip("torch")
-
-from runs import LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, close, draw, net, plain_sgd, sgd, train  # noqa: E402
-
-import sparsecoll  # noqa: E402
-import sparsecoll.torch  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
-from sparsecoll.transport import as_transport  # noqa: E402
+import sparsecoll
+import sparsecoll.torch
+from sparsecoll.torch import DistributedOptimizer
+from sparsecoll.torch.compressors import TopK
+from sparsecoll.transport import as_transport
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")

@@ -10,7 +10,7 @@ from mismatched import CALLS, CASES, NAMED, bounded, mismatched, ordinary
 import sparsecoll
 from sparsecoll import SparseVector
 from sparsecoll.transport import as_transport
-from sparsecoll.transport.base import tag_of
+from sparsecoll.transport.tags import tag_of
 
 pytestmark = pytest.mark.mpi
 
@@ -61,6 +61,6 @@ def test_what_was_told_on_a_communicator_that_was_freed_is_no_error(comm, mpi):
         assert ordinary(made) == [comm.size]
         transport = as_transport(made)
         other = tag_of(1, 0, 0, 0)  # of another call than the one that all have made
-        transport._tell((comm.rank + 1) % comm.size, np.array([transport.serial, other]).view(np.uint8))
+        transport._notify((comm.rank + 1) % comm.size, np.array([transport.serial, other]).view(np.uint8))
         comm.Barrier()
         made.Free()

@@ -3,12 +3,11 @@
 import os
 
 import pytest
+import torch
+import torch.distributed as dist
 
-torch = pytest.importorskip("torch")
-import torch.distributed as dist  # noqa: E402
-
-from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import init_process_group  # noqa: E402
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.torch import init_process_group
 
 pytestmark = pytest.mark.mpi
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

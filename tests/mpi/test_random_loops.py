@@ -7,13 +7,11 @@ import os
 import random
 
 import pytest
+import torch
+from loops_of_steps import Raise
+from runs import LOCAL, ONE, OVERLAP, Ledger, Run, alike, close, net, plain_sgd, sgd
 
-torch = pytest.importorskip("torch")
-
-from loops_of_steps import Raise  # noqa: E402
-from runs import LOCAL, ONE, OVERLAP, Ledger, Run, alike, close, net, plain_sgd, sgd  # noqa: E402
-
-from sparsecoll.torch.compressors import COVAP, QSGD, EFSignSGD, OkTopk, PowerSGD, RandomK, TopK  # noqa: E402
+from sparsecoll.torch.compressors import COVAP, QSGD, EFSignSGD, OkTopk, PowerSGD, RandomK, TopK
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 COUNT = int(os.environ.get("SPARSECOLL_LOOPS", "28"))  # each compressor in each of two ways, twice

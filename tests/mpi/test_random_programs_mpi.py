@@ -3,11 +3,8 @@
 import os
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from play import run  # noqa: E402
-from runs import alike  # noqa: E402
+from play import run
+from runs import alike
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 COUNT = int(os.environ.get("SPARSECOLL_PROGRAMS", "20"))

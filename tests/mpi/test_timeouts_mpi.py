@@ -4,14 +4,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+from runs import HOOK, LOCAL, OVERLAP, SPARSE, Run, net, train
 
-torch = pytest.importorskip("torch")
-
-from runs import HOOK, LOCAL, OVERLAP, SPARSE, Run, net, train  # noqa: E402
-
-from sparsecoll import CommunicationError  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer  # noqa: E402
-from sparsecoll.transport import waiting  # noqa: E402
+from sparsecoll import CommunicationError
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
+from sparsecoll.transport import waiting
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
 MEANS = "LocalOptimizer"

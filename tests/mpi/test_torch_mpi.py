@@ -1,18 +1,16 @@
 """SparseSGD over MPI, where other optimizers' threads send beside it: as on virtual ranks, and as on one process."""
 
 import pytest
+import torch
+from simulated import simulated
 
-torch = pytest.importorskip("torch")
-
-from simulated import simulated  # noqa: E402
-
-import sparsecoll  # noqa: E402
-from sparsecoll import CommunicationError, OkTopk  # noqa: E402
-from sparsecoll.errors import NonFiniteError  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
-from sparsecoll.transport import as_transport  # noqa: E402
-from sparsecoll.transport.collectives import node_members  # noqa: E402
+import sparsecoll
+from sparsecoll import CommunicationError, OkTopk
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
+from sparsecoll.torch.compressors import TopK
+from sparsecoll.transport import as_transport
+from sparsecoll.transport.collectives import node_members
 
 pytestmark = pytest.mark.mpi
 

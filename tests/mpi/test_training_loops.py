@@ -1,14 +1,11 @@
 """The loops that users write, over MPI with its progress thread, compared with one process on the global batch."""
 
 import pytest
+from loop import FIND, RAISES, SAME
+from loops import LOOPS
+from runs import HOOK, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, in_turn
 
-torch = pytest.importorskip("torch")
-
-from loop import FIND, RAISES, SAME  # noqa: E402
-from loops import LOOPS  # noqa: E402
-from runs import HOOK, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, in_turn  # noqa: E402
-
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.compressors import TopK
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
 

@@ -1,14 +1,12 @@
 """Gradients that are accumulated over several backward passes are those of one large batch."""
 
 import pytest
+import torch
+from nets import batch, bits, close, loss_of, net, parameters, residuals
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, close, loss_of, net, parameters, residuals  # noqa: E402
-
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll import simulate
+from sparsecoll.torch import DistributedOptimizer
+from sparsecoll.torch.compressors import TopK
 
 
 def test_accumulation_with_no_sync_is_one_large_batch():

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
+from nets import batch, bits, loss_of, net, residuals
+from one_bucket import step
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, loss_of, net, residuals  # noqa: E402
-from one_bucket import step  # noqa: E402
-
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import DGC, StepContext, TopK, resolve  # noqa: E402
-from sparsecoll.torch.reduction.bucket import Bucket  # noqa: E402
-from sparsecoll.torch.tensors.layout import Layout, cut  # noqa: E402
+from sparsecoll import simulate
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer
+from sparsecoll.torch.compressors import DGC, StepContext, TopK, resolve
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.tensors.layout import Layout, cut
 
 P = 3
 WAYS = [(as_view, size) for as_view in (False, True) for size in (1, None)]  # bucket_bytes

@@ -5,16 +5,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from failing import fail_at, unpatch
+from one_bucket import step
 
-torch = pytest.importorskip("torch")
-
-from failing import fail_at, unpatch  # noqa: E402
-from one_bucket import step  # noqa: E402
-
-import sparsecoll  # noqa: E402
-from sparsecoll import Allgather, select, simulate  # noqa: E402
-from sparsecoll.torch.compressors import DGC, DRAGONN, StepContext, TopK  # noqa: E402
-from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
+import sparsecoll
+from sparsecoll import Allgather, select, simulate
+from sparsecoll.torch.compressors import DGC, DRAGONN, StepContext, TopK
+from sparsecoll.torch.tensors.layout import Layout
 
 
 @dataclass

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import ArrayCompressor  # noqa: E402
-from sparsecoll.torch.compressors.arrays import packed, unpacked  # noqa: E402
-from sparsecoll.vector import VALUE_DTYPES, dtype_of  # noqa: E402
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.torch import DistributedOptimizer
+from sparsecoll.torch.compressors import ArrayCompressor
+from sparsecoll.torch.compressors.arrays import packed, unpacked
+from sparsecoll.vector import VALUE_DTYPES, dtype_of
 
 
 @dataclass

@@ -4,23 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
+from one_bucket import normal, one, step
 
-torch = pytest.importorskip("torch")
-
-from one_bucket import normal, one, step  # noqa: E402
-
-from sparsecoll import Algorithm, ExDyna, LowBit, Reduction, SparseVector, select, simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp  # noqa: E402
-from sparsecoll.torch.compressors import (  # noqa: E402
-    DGC,
-    ErrorFeedback,
-    GaussianK,
-    StepContext,
-    TopK,
-    resolve,
-)
-from sparsecoll.torch.compressors.versions import Rates, Versions  # noqa: E402
-from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
+from sparsecoll import Algorithm, ExDyna, LowBit, Reduction, SparseVector, select, simulate
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp
+from sparsecoll.torch.compressors import DGC, ErrorFeedback, GaussianK, StepContext, TopK, resolve
+from sparsecoll.torch.compressors.versions import Rates, Versions
+from sparsecoll.torch.tensors.layout import Layout
 
 
 def test_presets_are_top_k_with_other_defaults():

@@ -9,16 +9,14 @@ import sys
 from functools import partial
 
 import pytest
+import torch
+from failing import fail_at, unpatch
+from nets import batch, bits, loss_of, net, train
 
-torch = pytest.importorskip("torch")
-
-from failing import fail_at, unpatch  # noqa: E402
-from nets import batch, bits, loss_of, net, train  # noqa: E402
-
-import sparsecoll.torch  # noqa: E402
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD, WarmUp  # noqa: E402
-from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, DRAGONN, OkTopk, TopK  # noqa: E402
+import sparsecoll.torch
+from sparsecoll import simulate
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD, WarmUp
+from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, DRAGONN, OkTopk, TopK
 
 P = 3
 RAISING = [name for name in COMPRESSORS if name not in ("free", "none", "fp16", "covap")]  # those let NaN through

@@ -3,16 +3,14 @@
 from functools import partial
 
 import pytest
+import torch
+from cases import pairwise
+from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residuals
 
-torch = pytest.importorskip("torch")
-
-from cases import pairwise  # noqa: E402
-from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residuals  # noqa: E402
-
-import sparsecoll  # noqa: E402
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, HookState, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+import sparsecoll
+from sparsecoll import simulate
+from sparsecoll.torch import DistributedOptimizer, HookState, SparseSGD
+from sparsecoll.torch.compressors import TopK
 
 P = 3
 OPTIONS = [{}, {"overlap": False}]

@@ -3,25 +3,16 @@
 import logging
 
 import pytest
+import torch
 from launching import python
+from nets import batch, bits, loss_of, net, train
+from tables import backward, table
+from torch.nn.parallel import DistributedDataParallel
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, loss_of, net, train  # noqa: E402
-from tables import backward, table  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import (  # noqa: E402
-    DistributedOptimizer,
-    HookState,
-    LocalOptimizer,
-    WarmUp,
-    broadcast,
-    init_process_group,
-)
-from sparsecoll.torch.compressors import NesterovTopK, TopK  # noqa: E402
-from sparsecoll.transport import default_comm, launcher  # noqa: E402
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, WarmUp, broadcast, init_process_group
+from sparsecoll.torch.compressors import NesterovTopK, TopK
+from sparsecoll.transport import default_comm, launcher
 
 P = 3
 

@@ -1,15 +1,13 @@
 """Gradients that somebody else has, too: tensors that a loop keeps, parts of a flat one, arrays, hooks of a user."""
 
 import pytest
+import torch
+from nets import batch, bits, close, loss_of, mean_loss, net, parameters
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, close, loss_of, mean_loss, net, parameters  # noqa: E402
-
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
-from sparsecoll.torch.reduction.bucket import Bucket  # noqa: E402
+from sparsecoll import simulate
+from sparsecoll.torch import DistributedOptimizer
+from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.reduction.bucket import Bucket
 
 P = 3
 OPTIONS = [{}, {"bucket_bytes": 1}, {"overlap": False}, {"gradient_as_bucket_view": True}]

@@ -3,14 +3,12 @@
 import contextlib
 
 import pytest
+import torch
+from cases import pairwise
+from nets import batch, bits, loss_of, net
 
-torch = pytest.importorskip("torch")
-
-from cases import pairwise  # noqa: E402
-from nets import batch, bits, loss_of, net  # noqa: E402
-
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
+from sparsecoll import simulate
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
 
 INNER = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),

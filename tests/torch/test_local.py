@@ -3,15 +3,13 @@
 import copy
 
 import pytest
+import torch
+from nets import batch, bits, close, loss_of, net, parameters
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, close, loss_of, net, parameters  # noqa: E402
-
-from sparsecoll import formats, simulate  # noqa: E402
-from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
-from sparsecoll.torch import LocalOptimizer, redistribute  # noqa: E402
-from sparsecoll.torch.compressors import QSGD, TopK  # noqa: E402
+from sparsecoll import formats, simulate
+from sparsecoll.errors import CommunicationError, NonFiniteError
+from sparsecoll.torch import LocalOptimizer, redistribute
+from sparsecoll.torch.compressors import QSGD, TopK
 
 SPARSE = TopK(0.1, "allgather", format=formats.PackedCodes())
 

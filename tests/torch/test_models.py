@@ -1,13 +1,11 @@
 """Models of special kinds: lazy modules, models on the meta device, ScriptModules and compiled models."""
 
 import pytest
+import torch
+from nets import batch, bits, loss_of, net, train
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, loss_of, net, train  # noqa: E402
-
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, broadcast  # noqa: E402
+from sparsecoll import simulate
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, broadcast
 
 
 def wrapped(model, comm):

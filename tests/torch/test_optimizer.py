@@ -1,14 +1,12 @@
 """DistributedOptimizer: the wrapped optimizer on mean gradients, however a training loop is written."""
 
 import pytest
+import torch
+from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residuals, train
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residuals, train  # noqa: E402
-
-from sparsecoll import CommunicationError, select, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll import CommunicationError, select, simulate
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
+from sparsecoll.torch.compressors import TopK
 
 P = 3
 OPTIMIZERS = {

@@ -1,13 +1,12 @@
 """The end of a reduction: what ranks tell each other in messages whose size does not depend on their number."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import sparsecoll  # noqa: E402
-from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch.replica.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Row  # noqa: E402
-from sparsecoll.transport.call import CollectiveCall  # noqa: E402
+import sparsecoll
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.torch.replica.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Row
+from sparsecoll.transport.call import CollectiveCall
 
 RANKS = [1, 2, 3, 5, 6, 7, 12]
 

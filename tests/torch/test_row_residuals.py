@@ -1,16 +1,14 @@
 """The rows of largest norm are sent, and the others wait in a residual of rows; values of rows in 16 bits."""
 
 import pytest
+import torch
+from nets import bits, close
+from tables import D, N, P, backward, loss_of, table, train
 
-torch = pytest.importorskip("torch")
-
-from nets import bits, close  # noqa: E402
-from tables import D, N, P, backward, loss_of, table, train  # noqa: E402
-
-import sparsecoll.torch  # noqa: E402
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+import sparsecoll.torch
+from sparsecoll import simulate
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute
+from sparsecoll.torch.compressors import TopK
 
 WAYS = ["DistributedOptimizer", "SparseSGD"]
 

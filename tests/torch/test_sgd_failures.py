@@ -3,16 +3,14 @@
 from functools import partial
 
 import pytest
+import torch
+from failing import fail_at, unpatch
+from nets import P, batch, bits, loss_of, net, parameters, residuals, train
 
-torch = pytest.importorskip("torch")
-
-from failing import fail_at, unpatch  # noqa: E402
-from nets import P, batch, bits, loss_of, net, parameters, residuals, train  # noqa: E402
-
-import sparsecoll  # noqa: E402
-from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.errors import NonFiniteError  # noqa: E402
-from sparsecoll.torch import SparseSGD  # noqa: E402
+import sparsecoll
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch import SparseSGD
 
 
 @pytest.mark.parametrize("number", [1, 3, 5, 8])

@@ -3,13 +3,11 @@
 import logging
 
 import pytest
+import torch
+from nets import P, batch, bits, close, compared, loss_of, mean_loss, net, parameters, train
 
-torch = pytest.importorskip("torch")
-
-from nets import P, batch, bits, close, compared, loss_of, mean_loss, net, parameters, train  # noqa: E402
-
-from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import SparseSGD  # noqa: E402
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.torch import SparseSGD
 
 
 @pytest.mark.parametrize(("hit", "unscale"), [((), False), ((1,), False), ((1,), True), (range(P), False)], ids=str)

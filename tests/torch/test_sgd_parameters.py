@@ -1,13 +1,11 @@
 """SparseSGD: parameters that are frozen, unused, added, or of special kinds."""
 
 import pytest
+import torch
+from nets import EXACT, batch, close, compared, net, parameters, residuals
 
-torch = pytest.importorskip("torch")
-
-from nets import EXACT, batch, close, compared, net, parameters, residuals  # noqa: E402
-
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import SparseSGD  # noqa: E402
+from sparsecoll import simulate
+from sparsecoll.torch import SparseSGD
 
 
 @pytest.mark.parametrize("settings", [{"momentum": 0.9, "weight_decay": 0.05}, {"weight_decay": 0.05}], ids=str)

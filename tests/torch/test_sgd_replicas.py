@@ -5,13 +5,11 @@ import logging
 from functools import partial
 
 import pytest
+import torch
+from nets import P, batch, bits, loss_of, net, residuals, train
 
-torch = pytest.importorskip("torch")
-
-from nets import P, batch, bits, loss_of, net, residuals, train  # noqa: E402
-
-from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import SparseSGD  # noqa: E402
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.torch import SparseSGD
 
 
 @pytest.mark.parametrize("given", ["parameters", "model"])

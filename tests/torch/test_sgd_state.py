@@ -3,14 +3,12 @@
 import io
 
 import pytest
+import torch
+from nets import P, bits, compared, mean_loss, net, parameters, residuals, train
 
-torch = pytest.importorskip("torch")
-
-from nets import P, bits, compared, mean_loss, net, parameters, residuals, train  # noqa: E402
-
-import sparsecoll  # noqa: E402
-from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import SparseSGD, redistribute  # noqa: E402
+import sparsecoll
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.torch import SparseSGD, redistribute
 
 
 def saved(optimizer, model):

@@ -7,16 +7,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
+from cases import pairwise
+from nets import batch, loss_of, net, train
+from socket_ranks import run, together
 
-torch = pytest.importorskip("torch")
-
-from cases import pairwise  # noqa: E402
-from nets import batch, loss_of, net, train  # noqa: E402
-from socket_ranks import run, together  # noqa: E402
-
-from sparsecoll import CommunicationError  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.transport import waiting  # noqa: E402
+from sparsecoll import CommunicationError
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
+from sparsecoll.transport import waiting
 
 P = 3
 GIVEN_UP = r"rank \d waits for .* for 200 s: no answer within the timeout"

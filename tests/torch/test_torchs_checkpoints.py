@@ -3,20 +3,18 @@
 import logging
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, loss_of, net, sparse, train, wrapped  # noqa: E402
-from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+import torch
+from nets import batch, bits, loss_of, net, sparse, train, wrapped
+from torch.distributed.checkpoint.state_dict import (
     _init_optim_state,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
-import sparsecoll.torch  # noqa: E402
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, WarmUp  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+import sparsecoll.torch
+from sparsecoll import simulate
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, WarmUp
+from sparsecoll.torch.compressors import TopK
 
 
 def local(comm, model):

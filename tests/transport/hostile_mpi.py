@@ -5,6 +5,7 @@ from collections import deque
 from hostile import NEVER
 from mpi4py import MPI
 
+from sparsecoll.transport import base
 from sparsecoll.transport.mpi import messages, transport, waiting
 
 PLACES = {
@@ -125,7 +126,7 @@ class Arrivals:
 def under(world):
     """Let MpiTransport use the clock of this world."""
     world.error = MPI.Exception
-    world.traced = messages.__file__, transport.__file__
+    world.traced = base.__file__, messages.__file__, transport.__file__
     let_others = ("yield_core", lambda: world.sleep(25e-6))
     return world.patched(messages, (waiting, "time", None), (waiting, *let_others), (waiting, "LONGEST_SECONDS", 3e-3))
 

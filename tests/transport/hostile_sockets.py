@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from hostile import NEVER
 
+from sparsecoll.transport import base
 from sparsecoll.transport.tcp import connection as connections, transport as tcp
 
 PLACES = {
@@ -187,7 +188,7 @@ def pair(world, a, b):
 def under(world):
     """Let TcpTransport use the network and the clock of this world."""
     world.error = lambda number: OSError(number, f"injected {errno.errorcode[number]}")
-    world.traced = connections.__file__, tcp.__file__
+    world.traced = base.__file__, connections.__file__, tcp.__file__
     network = SimpleNamespace(
         socketpair=lambda: pair(world, world.current, world.current),
         socket=socket.socket,

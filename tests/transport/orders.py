@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from sparsecoll import simulate
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport import sim
-from sparsecoll.transport.base import FIRST_TAG, REVOKE_TAG, CallMismatch
+from sparsecoll.transport.tags import FIRST_TAG, REVOKE_TAG, CallMismatch
 from sparsecoll.transport.virtual_ranks import DeadlockError, SimTransport, Step
 
 
@@ -74,7 +74,10 @@ class Rank(SimTransport):
     def _end(self, peer):
         return self._world.ends[self.context, self.members[peer]]
 
-    def _isend(self, destination, buffer):
+    def _isend(self, destination, buffer, tag):
+        if tag < FIRST_TAG:
+            super()._isend(destination, buffer, tag)
+            return
         self._operate()
         self.digest = zlib.crc32(buffer, self.digest)
         me, peer, end = self.members[self.rank], self.members[destination], self._end(destination)
@@ -88,7 +91,7 @@ class Rank(SimTransport):
                 raise CallMismatch(f"rank {destination} is gone: Broken pipe")
             if step.what == "lose":
                 return
-        super()._isend(destination, buffer)
+        super()._isend(destination, buffer, tag)
 
     def _irecv(self, source, into):
         self.posted[source] += 1
@@ -101,7 +104,7 @@ class Rank(SimTransport):
         return content
 
     def _otherwise(self, me, sources, stalls):
-        self._listen()
+        self._receive_notices()
         steps = super()._otherwise(me, sources, stalls)
         if self.limited and self.timeout is None:
             steps.append(Step(me, "timeout"))
@@ -124,12 +127,12 @@ class Rank(SimTransport):
         self.timeout = self.timeout or 5.0
         super()._happens(step, sources, what)
 
-    def _listen(self):
+    def _receive_notices(self):
         if self.peeks:
             for source in range(self.size):
                 queue = self._world.mail.get(self._route(source, self.rank))
                 if queue and queue[0].tag >= FIRST_TAG:
-                    self.told[source] = queue[0].tag
+                    self.notices[source] = queue[0].tag
 
     def exchange_errors(self, report, error=None):
         self.posted.clear()
@@ -319,7 +322,7 @@ class Order:
             tuple(self.local),
             tuple(self.stalls),
             self.timeouts,
-            tuple((rank._told, *sorted(rank.told.items())) for rank in self.ranks),
+            tuple((rank._notified, *sorted(rank.notices.items())) for rank in self.ranks),
         )
         digest = tuple(rank.digest for rank in self.ranks)
         known = self.search.states.setdefault(hash(state), digest)

@@ -14,9 +14,9 @@ from oracles import oracle
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
 from sparsecoll.algorithms import resolve
-from sparsecoll.transport.base import FIRST_TAG, KEPT, NUMBERS, PHASES, TAGS, parts_of, tag_of
 from sparsecoll.transport.call import CollectiveCall, number_of_name
 from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.tags import FIRST_TAG, KEPT, NUMBERS, PHASES, TAGS, parts_of, tag_of
 from sparsecoll.transport.waiting import check_environment
 
 CALL = importlib.import_module("sparsecoll.transport.call")

@@ -37,7 +37,7 @@ class Meeting:
     def failed(self): return ""
 
 if quick:
-    connection.SILENT_SECONDS, transport.LOOK_SECONDS = 3.0, 0.5
+    connection.SILENT_SECONDS, transport.HOST_SECONDS = 3.0, 0.5
     rendezvous.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
 comm = connect(Meeting(rank), 60)
 x = np.ones(1_000_000 if mode == "inflight" else 10)
@@ -116,7 +116,7 @@ def test_a_host_that_is_cut_off_is_lost_without_a_timeout(hosts, mode, tmp_path)
 def test_a_rank_that_takes_nothing_for_long_is_not_lost(monkeypatch):
     """Its host acknowledges that there is no room; TCP_USER_TIMEOUT would end the connection."""
     monkeypatch.setattr(connections, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(tcp, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(tcp, "HOST_SECONDS", 0.1)
     monkeypatch.setattr(addresses, "listen_locally", lambda backlog: (None, ""))
 
     def program(transport):

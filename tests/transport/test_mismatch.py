@@ -15,7 +15,7 @@ from test_tcp import counts, run, together
 
 import sparsecoll
 from sparsecoll import CommunicationError, DeadlockError, SparseVector, simulate
-from sparsecoll.transport.base import tag_of
+from sparsecoll.transport.tags import tag_of
 from sparsecoll.transport.tcp import TcpTransport, addresses
 
 SAMPLE = 0 if os.environ.get("SPARSECOLL_PAIRS") == "all" else 100

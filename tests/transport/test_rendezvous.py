@@ -13,6 +13,7 @@ from socket_ranks import Meeting, run
 
 import sparsecoll
 from sparsecoll import CommunicationError
+from sparsecoll.transport.launcher import machine
 from sparsecoll.transport.tcp import addresses, connect, rendezvous
 
 
@@ -26,8 +27,8 @@ def test_ranks_that_do_not_come_are_given_up_and_told():
     assert results[1] == results[0]
 
 
-def peer_of(host, port, machine=None):
-    return rendezvous.Peer(host, port, "00" * 16, addresses.machine() if machine is None else machine)
+def peer_of(host, port, number=None):
+    return rendezvous.Peer(host, port, "00" * 16, machine() if number is None else number)
 
 
 def beside(peer):
@@ -51,7 +52,7 @@ def test_a_rank_that_cannot_be_reached_is_told_to_all(monkeypatch):
         connect(meeting)
     assert meeting.failed().startswith("rank 0 cannot connect to rank 1")
     with pytest.raises(CommunicationError, match="it has no address that this host can use"):
-        connect(beside(peer_of("127.0.0.1", 1, addresses.machine() + 1)))
+        connect(beside(peer_of("127.0.0.1", 1, machine() + 1)))
 
 
 @pytest.mark.parametrize("entry", ["", "{}", "x" * 70, 3])
@@ -86,7 +87,7 @@ def test_ranks_on_one_machine_use_unix_sockets_where_they_can(monkeypatch):
     assert all(socket.AF_UNIX not in found for found in run(2, families))
     monkeypatch.undo()
     machines = iter(range(2))
-    monkeypatch.setattr(addresses, "machine", lambda: next(machines))
+    monkeypatch.setattr(rendezvous, "machine", lambda: next(machines))
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     assert all(isinstance(found, CommunicationError) or socket.AF_UNIX not in found for found in run(2, families))
 

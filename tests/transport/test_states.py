@@ -44,15 +44,12 @@ def new_object(comm, x, algo, call):
 
 STATEFUL = ["cltk", "exdyna", "arctopk", "oktopk"]
 WITHIN = {f"hierarchical with {name}": name for name in ("cltk", "oktopk")}
-TWO_LEVELS = "oktopk of two levels"
-ALL = [*STATEFUL, *WITHIN, TWO_LEVELS]
+ALL = [*STATEFUL, *WITHIN]
 DIFFERENT = [(name, make) for name in ALL for make in (used_alone, other_checkpoint, new_object)]
 DIFFERENT += [(name, other_boundaries) for name in ("exdyna", "oktopk")]
 
 
 def made(name):
-    if name == TWO_LEVELS:
-        return sparsecoll.OkTopk(levels=2)
     return sparsecoll.Hierarchical(inner=WITHIN[name]) if name in WITHIN else resolve(name)
 
 
@@ -78,13 +75,13 @@ def test_objects_whose_state_differs_are_refused_on_all_ranks(different, way, P)
         differ(comm, x, algo, call)
         with pytest.raises(CommunicationError, match="use one object per communicator") as caught:
             call()
-        return str(caught.value), call().to_dense().tobytes(), algo.alike()
+        return str(caught.value), call().to_dense().tobytes(), algo.replicated_state()
 
     results = simulate(P, program).results
     assert results == [results[0]] * P and results[0][2][0] == 1  # a new state on all
     others = "rank 0" if P == 2 else f"ranks {', '.join(map(str, range(P - 1)))}"
     counts = {"used_alone": (1, 2), "new_object": (1, 0), "other_checkpoint": (2, 1)}
-    expected = "{} on {others}, {} on rank {last}" if differ is not other_boundaries else "others; use"
+    expected = "{} on {others}, {} on rank {last}" if differ is not other_boundaries else "differs between ranks; use"
     assert expected.format(*counts.get(differ.__name__, ()), others=others, last=P - 1) in results[0][0]
 
 

@@ -15,7 +15,7 @@ from socket_ranks import run, together
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
 from sparsecoll.transport import process
-from sparsecoll.transport.base import CallMismatch
+from sparsecoll.transport.tags import CallMismatch
 from sparsecoll.transport.tcp import transport as tcp
 
 

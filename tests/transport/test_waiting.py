@@ -1,7 +1,5 @@
 """How a rank waits for messages over MPI."""
 
-from types import SimpleNamespace
-
 import pytest
 
 
@@ -25,7 +23,7 @@ def waiting(monkeypatch):
 
 
 def waiter(module, timeout=None):
-    return module.Waiter(SimpleNamespace(rank=0, Abort=print), lambda: "waits", timeout)
+    return module.Waiter(0, lambda: "waits", timeout)
 
 
 def test_a_rank_yields_and_then_sleeps_longer_and_longer(waiting):

@@ -81,8 +81,8 @@ class Auto(Algorithm):
         """Whether the result is not a top k."""
         return self.want == "exact_sum"
 
-    def alike(self) -> tuple[int, int]:
-        return (0, 0) if self._oktopk is None else self._oktopk.alike()
+    def replicated_state(self) -> tuple[int, int]:
+        return (0, 0) if self._oktopk is None else self._oktopk.replicated_state()
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         if self.want != "exact_sum" or channel.size > FEW_RANKS:  # then every rank would receive a row of each
@@ -91,7 +91,7 @@ class Auto(Algorithm):
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return ALLGATHER.early(self._with_format(channel), x)
 
-    def settled(self, channel: Channel, x: Vector, k: int, early: bool) -> tuple[Algorithm, Channel]:
+    def persistent(self, channel: Channel, x: Vector, k: int, early: bool) -> tuple[Algorithm, Channel]:
         if self.want != "exact_sum":
             return self, channel
         return self._algorithm("allgather" if early else self._chosen(channel, x, k)), self._with_format(channel)

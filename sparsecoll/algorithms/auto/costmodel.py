@@ -12,10 +12,10 @@ from sparsecoll.algorithms.base import Algorithm
 from sparsecoll.algorithms.dense import Dense, is_short
 from sparsecoll.algorithms.densestream import DenseStream
 from sparsecoll.algorithms.oktopk import OkTopk
-from sparsecoll.algorithms.primitives.estimates import MERGE, OVERHEAD, fill_in, oktopk_levels, rounds
+from sparsecoll.algorithms.primitives.estimates import OVERHEAD, fill_in, rounds
 from sparsecoll.algorithms.primitives.pipeline import chunks
 from sparsecoll.algorithms.sparcml import SparCML
-from sparsecoll.formats.costs import CODING
+from sparsecoll.formats.auto import CODING
 from sparsecoll.transport.network import Network
 
 CHOICES: dict[str, Callable[[], Algorithm]] = {
@@ -32,6 +32,7 @@ EXACT = tuple(name for name in CHOICES if name != "oktopk")
 # Sums of data that are in no cache, as in calls, on a core with AVX-512.
 # Magnitudes matter, digits do not; together they choose well at the points of docs/benchmarks.md.
 CALL = 100e-6  # seconds to encode, decode or sum a message, however short: Python and kernels in cold caches
+MERGE = 7e-9  # seconds per input entry of a sum of sparse vectors, at a density of 1 %
 PARTS, PASS = 4, 0.4  # MERGE is that of PARTS vectors; PASS: how much longer it takes for each doubling of their number
 UNION = 3e-9  # seconds per input entry of a sum of two sparse vectors, at any density
 DENSE_MERGE = 1.8e-9  # the same at high density, to which DENSE_MERGE_SPAN is added
@@ -208,8 +209,6 @@ def _halving(shape: Shape) -> float:
 def _oktopk(shape: Shape) -> float:
     """Return the seconds of a call that finds neither thresholds nor boundaries: split and reduce, sizes, gather."""
     P, k, beta = shape.P, shape.k, shape.network.beta
-    if oktopk_levels(shape.n, k, P, shape.network) == 2:
-        return _oktopk_on_grid(shape)
     own, part = shape.message(k), shape.message(k / P, 1 / P)
     split = P * part.encode + (P - 1) * part.decode + shape.merging(k, 1 / P, P)
     gather = part.encode + P * part.decode + CONCATENATE * k
@@ -218,12 +217,3 @@ def _oktopk(shape: Shape) -> float:
     stages = chunks(k * (shape.value_bytes + 1) / P, shape.one_node)
     calls = (stages - 1) * 2 * P * STAGE_CALLS * CALL
     return waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
-
-
-def _oktopk_on_grid(shape: Shape) -> float:
-    """Return the same for two levels: columns and rows of sqrt(P) ranks."""
-    width, k = math.sqrt(shape.P), shape.k
-    own, part = shape.message(k), shape.message(k / width, 1 / width)
-    work = 4 * width * (part.encode + part.decode) + 2 * shape.merging(k, 1 / width)
-    waits = 2 * (shape.network.alpha + width * OVERHEAD) + 2 * rounds(shape.P) * shape.network.alpha
-    return waits + 3 * shape.network.beta * own.bytes + work + 2 * CONCATENATE * k

@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.collectives.convert.back import Back, ToTriple
-from sparsecoll.collectives.convert.keyed import ToMapping, ToSeries, from_mapping, from_series
-from sparsecoll.collectives.convert.matrices import ToPydata, ToScipy, from_pydata, from_scipy
-from sparsecoll.collectives.convert.rows import ToArray, ToBsr, to_rows as to_rows
-from sparsecoll.collectives.convert.tensors import ToTorch, from_torch, tensor_of
+from sparsecoll.collectives.convert.mappings import ToMapping, ToSeries, from_mapping, from_series
+from sparsecoll.collectives.convert.matrices import ToBsr, ToPydata, ToScipy, from_pydata, from_scipy, rows_of_bsr
+from sparsecoll.collectives.convert.tensors import ToArray, ToTorch, from_torch, rows_of_hybrid
 from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
 from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
-TO_VECTORS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries)
-BACKS = {kind.__name__: kind for kind in (*TO_VECTORS, ToBsr, ToArray)}
+KINDS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries, ToBsr, ToArray)
+BACKS = {kind.__name__: kind for kind in KINDS}
 TYPES = "a SparseVector, an array, a sparse array of SciPy or pydata, a tensor, (indices, values, length), or a mapping"
 CURES = {
     "RowSparse": "allreduce, reduce_scatter, or a call that only moves data, or x.to_dense()",
@@ -98,12 +97,11 @@ def like(x: Any, vector: SparseVector) -> Any:
     return back(vector)
 
 
-def dense_like(x: Any, y: DenseVector) -> Any:
-    """Return all values as a tensor of torch or an array of the shape of x, or as a DenseVector if x is one."""
+def to_array(x: Any) -> ToArray:
+    """Return the Back of a dense x: its results are tensors of torch, DenseVectors or arrays of the shape of x."""
     if isinstance(x, DenseVector):
-        return y
-    values = y.values.reshape(x.shape)
-    return tensor_of(values) if type(x).__module__.partition(".")[0] == "torch" else values
+        return ToArray("", (x.length,))
+    return ToArray(type(x).__module__.partition(".")[0], tuple(map(int, x.shape)))
 
 
 def shape_of(x: Any) -> dict[str, list[int]]:
@@ -120,7 +118,7 @@ def has_keys(x: Any) -> bool:
 
 
 def to_vector(x: Any) -> tuple[Vector, Back]:
-    """Return `as_vector(x)`, and what converts a result to x's type (a SparseVector for a dense x)."""
+    """Return `as_vector(x)`, and the Back that converts a result to x's type (a SparseVector for a dense x)."""
     if isinstance(x, (SparseVector, DenseVector)):
         return x, Back()
     if isinstance(x, np.ma.MaskedArray):
@@ -144,8 +142,20 @@ def to_vector(x: Any) -> tuple[Vector, Back]:
     raise TypeError(f"x: expected {TYPES}, got {type(x).__module__}.{type(x).__qualname__}{cure}")
 
 
+def to_rows(x: Any) -> tuple[RowSparse, Back] | None:
+    """Return x as rows, and the Back of its type; None if x does not consist of rows."""
+    if isinstance(x, RowSparse):
+        return x, Back()
+    library = type(x).__module__.partition(".")[0]
+    if library == "scipy" and getattr(x, "format", None) == "bsr":
+        return rows_of_bsr(x)
+    if library == "torch" and str(getattr(x, "layout", "")) == "torch.sparse_coo" and x.device.type == "cpu":
+        return rows_of_hybrid(x)
+    return None
+
+
 def to_block(x: Any) -> tuple[RowSparse, Back] | None:
-    """Return a dense array as a table of one row, and what makes an equal array of it; None for other types."""
+    """Return a dense array as a table of one row, and the Back that returns an equal array; None for other types."""
     strided = str(getattr(x, "layout", "torch.strided")) == "torch.strided" and hasattr(x, "__dlpack_device__")
     if not isinstance(x, (DenseVector, np.ndarray)) and not on_gpu(x) and not strided:
         return None
@@ -154,12 +164,9 @@ def to_block(x: Any) -> tuple[RowSparse, Back] | None:
         return None
     if vector.length >> 32:
         raise ValueError(f"x: expected fewer than 2^32 values in an array, got {vector.length}: send it in parts")
-    library = "" if x is vector else type(x).__module__.partition(".")[0]
     row = asarray_like(np.zeros(min(vector.length, 1), np.uint32), vector.values)
-    shape = vector.values.shape if x is vector else tuple(map(int, x.shape))
-    return RowSparse.from_sorted_unchecked(row, vector.values.reshape(row.size, max(vector.length, 1)), 1), ToArray(
-        library, shape
-    )
+    values = vector.values.reshape(row.size, max(vector.length, 1))
+    return RowSparse.from_sorted_unchecked(row, values, 1), to_array(x)
 
 
 def _ordered(x: Any) -> tuple[Vector, Back]:
@@ -177,7 +184,7 @@ def _flat(array: Any) -> Any:
 
 
 def to_text(back: Back) -> str:
-    """Return what converts back as a text that another rank can read."""
+    """Return a Back as a text that another rank can read."""
     return json.dumps([type(back).__name__, back.fields()], ensure_ascii=False)
 
 

@@ -17,7 +17,7 @@ class Back:
         return y
 
     def of_part(self, part: SparseVector) -> tuple[SparseVector, Back]:
-        """Return some of the caller's entries and what converts them, with no more than they need."""
+        """Return some of the caller's entries and a Back that holds no more than they need."""
         return part, self
 
     def fields(self) -> dict[str, Any]:

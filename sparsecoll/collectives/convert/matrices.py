@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.vector import SparseVector
-from sparsecoll.vector.coordinates import coordinates, count, flat_indices, flat_of_rows, rows_of_flat, used_indices
+from sparsecoll.vector import RowSparse, SparseVector
+from sparsecoll.vector.coordinates import coordinates, count, flat_indices, used_indices
 from sparsecoll.vector.pairs import combined
-from sparsecoll.vector.scipy_arrays import to_scipy
+from sparsecoll.vector.scipy_arrays import blocks_of, to_scipy
 from sparsecoll.vector.values import native_values
 
 
 def from_scipy(x: Any) -> tuple[SparseVector, Back]:
-    """Return a SciPy sparse array or matrix as a vector, and what converts one back."""
+    """Return a SciPy sparse array or matrix as a vector, and its Back."""
     index = next((a for a in (getattr(x, "indices", None), getattr(x, "row", None)) if a is not None), None)
     dtype = "int64" if index is not None and index.dtype == np.int64 else "int32"
     return SparseVector.from_scipy(x), ToScipy(
@@ -42,22 +42,17 @@ class ToScipy(Back):
 
 
 def from_pydata(x: Any) -> tuple[SparseVector, Back]:
-    """Return a pydata COO, GCXS or DOK as a vector, and what converts one back."""
+    """Return a pydata COO, GCXS or DOK as a vector, and its Back."""
     if x.fill_value != 0:
         raise ValueError(f"x: expected a fill value of 0, got {x.fill_value}")
     form = type(x).__name__.lower()
     axes = tuple(int(axis) for axis in getattr(x, "compressed_axes", None) or ())
-    back = ToPydata(form, tuple(map(int, x.shape)), axes)
-    if back.by_rows:
-        flat, values = flat_of_rows(x, x.shape)[0], x.data[: x.indptr[-1]]
-    else:
-        if form == "gcxs" and x.ndim > 1:  # whose conversion does not check them
-            rows = math.prod(x.shape[axis] for axis in axes)
-            used_indices(x, rows, math.prod(size for axis, size in enumerate(x.shape) if axis not in axes))
-        coo = x if form == "coo" else x.tocoo() if form == "gcxs" else x.to_coo()
-        flat, values = flat_indices(coo.coords, coo.shape), coo.data
-    entries = combined(flat, native_values(values), "sum")
-    return SparseVector.from_sorted_unchecked(*entries, count(x.shape)), back
+    if form == "gcxs" and x.ndim > 1:  # whose conversion does not check them
+        rows = math.prod(x.shape[axis] for axis in axes)
+        used_indices(x, rows, math.prod(size for axis, size in enumerate(x.shape) if axis not in axes))
+    coo = x if form == "coo" else x.tocoo() if form == "gcxs" else x.to_coo()
+    entries = combined(flat_indices(coo.coords, coo.shape), native_values(coo.data), "sum")
+    return SparseVector.from_sorted_unchecked(*entries, count(x.shape)), ToPydata(form, tuple(map(int, x.shape)), axes)
 
 
 @dataclass(frozen=True)
@@ -68,19 +63,46 @@ class ToPydata(Back):
     shape: Sequence[int]
     compressed_axes: Sequence[int]
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether it is a matrix by rows, as CSR."""
-        return self.form == "gcxs" and len(self.shape) == 2 and tuple(self.compressed_axes) == (0,)
-
     def __call__(self, y: SparseVector) -> Any:
         sparse, shape = importlib.import_module("sparse"), tuple(self.shape)
-        if self.by_rows:
-            starts, columns = rows_of_flat(y.indices, (shape[0], shape[1]), np.int64)
-            return sparse.GCXS((y.values, columns, starts), shape=shape, compressed_axes=(0,))
         rows = np.stack(coordinates(y.indices, shape))
         coo = sparse.COO(rows, y.values, shape=shape, has_duplicates=False, sorted=True)
         if self.form == "coo":
             return coo
         axes = {"compressed_axes": tuple(self.compressed_axes)} if self.compressed_axes else {}  # none in one dimension
         return coo.asformat(self.form, **axes)
+
+
+def rows_of_bsr(x: Any) -> tuple[RowSparse, Back] | None:
+    """Return the blocks of a BSR matrix as rows, and their Back; None if there are no blocks."""
+    if not math.prod(x.blocksize) or not x.shape[1]:
+        return None
+    numbers, values = blocks_of(x)
+    blocks = count(x.shape) // math.prod(x.blocksize)
+    back = ToBsr(type(x).__name__, tuple(map(int, x.shape)), x.indices.dtype.name, tuple(map(int, x.blocksize)))
+    return RowSparse.from_pairs(numbers, values, blocks), back
+
+
+@dataclass(frozen=True)
+class ToBsr(Back):
+    """Returns a BSR array or matrix of scipy.sparse in canonical form."""
+
+    kind: str
+    shape: Sequence[int]
+    index_dtype: str
+    blocksize: Sequence[int]
+
+    def layout(self) -> dict[str, Any]:
+        whole = tuple(self.blocksize) == (1, self.shape[1])  # rows, as of any other type
+        return {} if whole else {"blocksize": list(self.blocksize)}
+
+    def __call__(self, y: Any) -> Any:
+        height, width = self.blocksize
+        wide = self.shape[1] // width
+        starts = np.searchsorted(y.rows, np.arange(self.shape[0] // height + 1) * wide).astype(self.index_dtype)
+        columns = (y.rows % wide).astype(self.index_dtype)
+        made = getattr(importlib.import_module("scipy.sparse"), self.kind)(
+            (y.values.reshape(-1, height, width), columns, starts), shape=tuple(self.shape)
+        )
+        made.has_canonical_format = True
+        return made

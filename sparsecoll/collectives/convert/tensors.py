@@ -14,7 +14,7 @@ from sparsecoll.collectives.convert.back import Back
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, contiguous, data_ptr, from_dlpack, on_gpu
 from sparsecoll.select import Vector
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 from sparsecoll.vector.coordinates import coordinates, count, flat_indices
 from sparsecoll.vector.pairs import run_starts
 from sparsecoll.vector.values import dtype_of
@@ -49,7 +49,7 @@ def tensor_of(array: Any) -> Any:
 
 
 def from_torch(x: Any) -> tuple[Vector, Back]:
-    """Return a tensor as a vector, and what converts one back."""
+    """Return a tensor as a vector, and its Back."""
     layout = str(getattr(x, "layout", type(x).__name__))
     if layout not in ("torch.strided", "torch.sparse_coo") or x.device.type not in ("cpu", "cuda"):
         raise TypeError(
@@ -93,3 +93,31 @@ class ToTorch(Back):
         return torch.sparse_coo_tensor(
             index, values, shape, device=values.device, is_coalesced=True, check_invariants=False
         )
+
+
+def rows_of_hybrid(x: Any) -> tuple[RowSparse, Back] | None:
+    """Return a tensor with sparse and dense dimensions as rows, summing repeated ids; None for other tensors."""
+    x = x.detach()
+    shape = tuple(map(int, x.shape))
+    outer = shape[: x.sparse_dim()]
+    d = math.prod(shape[len(outer) :])
+    if not x.dense_dim() or not outer or not d:
+        return None
+    numbers = flat_indices(torch_array(x._indices()), outer)
+    values = torch_array(x._values().reshape(-1, d))
+    return RowSparse.from_pairs(numbers, values, count(outer)), ToTorch(len(outer), shape)
+
+
+@dataclass(frozen=True)
+class ToArray(Back):
+    """Returns a dense array: a tensor of torch, a DenseVector for library "", or else an array of NumPy or CuPy."""
+
+    library: str
+    shape: Sequence[int]
+
+    def layout(self) -> dict[str, Any]:
+        return {"x": "an array", "shape": list(self.shape)}
+
+    def __call__(self, y: Any) -> Any:
+        values = y.values.reshape(tuple(self.shape))
+        return tensor_of(values) if self.library == "torch" else values if self.library else DenseVector(values)

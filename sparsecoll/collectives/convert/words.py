@@ -194,7 +194,7 @@ def _encoded(key: str | bytes) -> bytes:
 
 
 def _starts(stops: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where keys begin that end at `stops`, with one byte between them."""
+    """Return the starts of keys that end at `stops`, with one byte between two keys."""
     starts = np.empty_like(stops)
     starts[:1] = 0
     np.add(stops[:-1], 1, out=starts[1:])

@@ -7,11 +7,9 @@ float16 are formed in float32 (see `vector.accumulator_dtype`).
 
 from sparsecoll.kernels.cpu.codecs import *
 from sparsecoll.kernels.cpu.folds import *
-from sparsecoll.kernels.cpu.largest import *
 from sparsecoll.kernels.cpu.merge import *
 from sparsecoll.kernels.cpu.quantization import *
 from sparsecoll.kernels.cpu.rice import *
-from sparsecoll.kernels.cpu.row_sums import *
 from sparsecoll.kernels.cpu.rows import *
 from sparsecoll.kernels.cpu.selection import *
 from sparsecoll.kernels.cpu.steps import *
@@ -22,6 +20,5 @@ from sparsecoll.kernels.reference.codecs import (
     from_bfloat16 as from_bfloat16,
     slots_write as slots_write,
 )
-from sparsecoll.kernels.reference.row_sums import take_rows as take_rows
-from sparsecoll.kernels.reference.rows import join_rows as join_rows
+from sparsecoll.kernels.reference.rows import join_rows as join_rows, take_rows as take_rows
 from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys

@@ -9,7 +9,7 @@ import numpy as np
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.lanes import VECTORS, jit, narrowed, trailing_zeros, widened
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import empty, readonly
+from sparsecoll.kernels.memory import empty, filled, readonly
 
 INFINITY, LARGEST_HALF = np.float32(np.inf), np.float32(65504)
 
@@ -111,9 +111,7 @@ def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
 
 
 def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
-    out = empty(positions.size, np.uint64)
-    _block_indices(starts, lengths, positions, out)
-    return out
+    return filled(positions.size, np.uint64, _block_indices, starts, lengths, positions)
 
 
 def bitmap_write(indices: Array, first: int, out: Array) -> None:
@@ -127,9 +125,8 @@ def bitmap_read(words: Array, first: int, count: int, dtype: Any) -> Array | Non
 
 
 def hash_slots(indices: Array, slots: int, multipliers: tuple[int, int, int]) -> Array:
-    out = empty(indices.size, np.int64)
-    _hash_slots(indices, np.uint64(slots), *(np.uint64(m) for m in multipliers), out)
-    return out
+    numbers = (np.uint64(number) for number in (slots, *multipliers))
+    return filled(indices.size, np.int64, _hash_slots, indices, *numbers)
 
 
 def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
@@ -139,22 +136,17 @@ def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
 
 
 def to_bfloat16(values: Array) -> Array:
-    out = empty(values.size, np.uint16)
-    _to_bfloat16(values.view(np.uint32), out)
-    return out
+    return filled(values.size, np.uint16, _to_bfloat16, values.view(np.uint32))
 
 
 def to_float16(values: Array) -> Array:
     if not VECTORS or values.dtype != np.float32:
         return reference.to_float16(values)
-    out = empty(values.size, np.uint16)
-    _to_float16(readonly(np.ascontiguousarray(values)), out)
-    return out.view(np.float16)
+    return filled(values.size, np.uint16, _to_float16, readonly(np.ascontiguousarray(values))).view(np.float16)
 
 
 def from_float16(stored: Array) -> Array:
     if not VECTORS:
         return reference.from_float16(stored)
-    out = empty(stored.size, np.float32)
-    _from_float16(readonly(np.ascontiguousarray(stored)).view(np.uint16), out)
-    return out
+    bits = readonly(np.ascontiguousarray(stored)).view(np.uint16)
+    return filled(stored.size, np.float32, _from_float16, bits)

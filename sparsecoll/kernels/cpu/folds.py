@@ -14,9 +14,10 @@ from numba.extending import overload
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.lanes import array_at, jit, trailing_zeros
+from sparsecoll.kernels.cpu.sums import addresses
 from sparsecoll.kernels.cpu.windows import lowest
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import data_ptr, empty
+from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.folds import FOLDS
 
 WINDOW = 1 << 14  # indices folded at a time
@@ -119,14 +120,12 @@ def fold_into(dense: Array, other: Array, fold: str) -> None:
 
 def merge_fold(parts: Sequence[tuple[Array, Array]], fold: str, zeros: bool) -> tuple[Array, Array]:
     index, dtype = parts[0][0].dtype, parts[0][1].dtype
-    sizes = np.array([i.size for i, _ in parts])
-    room = int(sizes.sum())
+    room = sum(i.size for i, _ in parts)
     if dtype.kind not in "biuf" or dtype == np.float16 or room == 0:
         return reference.merge_fold(parts, fold, zeros)
     indices, values = [np.ascontiguousarray(i) for i, _ in parts], [_numbers(v) for _, v in parts]
     out_indices, out_values = empty(room, index), empty(room, values[0].dtype)
-    index_at, value_at = (np.array([data_ptr(array) for array in arrays]) for arrays in (indices, values))
     fixed = (FOLDS.index(fold), len(parts) if zeros else 0)
     window = np.empty(WINDOW, values[0].dtype), np.zeros(WINDOW, np.int32), np.zeros(WINDOW >> 6, np.uint64)
-    count = _fold(index_at, value_at, sizes, np.zeros_like(sizes), *fixed, *window, out_indices, out_values)
+    count = _fold(*addresses(indices, values), *fixed, *window, out_indices, out_values)
     return out_indices[:count], out_values[:count].view(dtype)

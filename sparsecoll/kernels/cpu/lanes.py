@@ -11,31 +11,10 @@ from typing import Any
 
 import numba
 
-from sparsecoll.kernels.cpu.intrinsics.blocks import (
-    compress_block as compress_block,
-    emit_block as emit_block,
-    end_stream as end_stream,
-    stream_block as stream_block,
-)
+from sparsecoll.kernels.cpu.intrinsics.blocks import *  # noqa: F403
 from sparsecoll.kernels.cpu.intrinsics.cache import jit as jit
-from sparsecoll.kernels.cpu.intrinsics.target import (
-    ADVICE as ADVICE,  # how the kernels could be faster here, or ""
-    BLOCK as BLOCK,
-    PURE,
-    SET,
-    SUPPORTED,
-)
-from sparsecoll.kernels.cpu.intrinsics.words import (
-    array_at as array_at,
-    load64 as load64,
-    magnitude_key as magnitude_key,
-    narrowed as narrowed,
-    popcount as popcount,
-    prefetch as prefetch,
-    store64 as store64,
-    trailing_zeros as trailing_zeros,
-    widened as widened,
-)
+from sparsecoll.kernels.cpu.intrinsics.target import ADVICE as ADVICE, BLOCK as BLOCK, PURE, SET, SUPPORTED
+from sparsecoll.kernels.cpu.intrinsics.words import *  # noqa: F403
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import ALIGNMENT, data_ptr
 

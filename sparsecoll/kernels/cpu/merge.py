@@ -13,69 +13,46 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
-from sparsecoll.kernels.cpu.lanes import array_at, jit
-from sparsecoll.kernels.cpu.sums import as_contiguous, end
-from sparsecoll.kernels.cpu.union import union_sum
+from sparsecoll.kernels.cpu.lanes import array_at, inlined, jit
+from sparsecoll.kernels.cpu.sums import addresses, as_contiguous, end
+from sparsecoll.kernels.cpu.union import among_first, union_sum
 from sparsecoll.kernels.cpu.windows import are_dense, sum_in_windows
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import data_ptr, empty
+from sparsecoll.kernels.memory import empty
 
 BLOCK = 1 << 17  # bytes of the entries merged at a time
 SAMPLES = 64  # indices for each thread, of which some divide the entries among threads
 
 
-@jit
-def _among_first(a, i, i_stop, b, j, j_stop, half):  # type: ignore[no-untyped-def]
-    """How many of the first `half` entries of the merged run are in a[i:i_stop]."""
-    low, high = max(0, half - (j_stop - j)), min(half, i_stop - i)
-    while low < high:
-        middle = (low + high) >> 1
-        if a[i + middle] <= b[j + half - middle - 1]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+@inlined
+def _step(a, x, s, b, y, t, keys, bits, out):  # type: ignore[no-untyped-def]
+    """Write the lower one of a[s] and b[t]; return the next places."""
+    p, q, u, v = a[s], b[t], x[s], y[t]
+    keys[out] = min(p, q)
+    bits[out] = v if q < p else u
+    return s + np.uint64(p <= q), t + np.uint64(q < p), out + np.uint64(1)
 
 
 @jit
 def _merge(a, x, i, i_stop, b, y, j, j_stop, keys, bits, o):  # type: ignore[no-untyped-def]
     """Merge a[i:i_stop] with values x and b[j:j_stop] with values y; write keys and bits from `o` on."""
-    half = (i_stop - i + j_stop - j) >> 1
-    first = _among_first(a, i, i_stop, b, j, j_stop, half)
-    one = np.uint64(1)  # unsigned positions: negative ones would be looked at
-    s, t, out = np.uint64(i), np.uint64(j), np.uint64(o)
-    u, v, far = np.uint64(i + first), np.uint64(j + half - first), np.uint64(o + half)
-    s_stop, t_stop, u_stop, v_stop = u, v, np.uint64(i_stop), np.uint64(j_stop)
+    half = np.uint64((i_stop - i + j_stop - j) >> 1)
+    s, t, out = np.uint64(i), np.uint64(j), np.uint64(o)  # unsigned positions: negative ones would be looked at
+    u_stop, v_stop = np.uint64(i_stop), np.uint64(j_stop)
+    first = among_first(a, s, u_stop, b, t, v_stop, half)
+    u, v, far = s + first, t + half - first, out + half
+    s_stop, t_stop = u, v
     while s < s_stop and t < t_stop and u < u_stop and v < v_stop:
-        p, q = a[s], b[t]
-        later = np.uint64(q < p)
-        keys[out] = min(p, q)
-        bits[out] = y[t] if q < p else x[s]
-        t += later
-        s += one - later
-        out += one
-        p, q = a[u], b[v]
-        later = np.uint64(q < p)
-        keys[far] = min(p, q)
-        bits[far] = y[v] if q < p else x[u]
-        v += later
-        u += one - later
-        far += one
+        s, t, out = _step(a, x, s, b, y, t, keys, bits, out)
+        u, v, far = _step(a, x, u, b, y, v, keys, bits, far)
     _finish(a, x, s, s_stop, b, y, t, t_stop, keys, bits, out)
     _finish(a, x, u, u_stop, b, y, v, v_stop, keys, bits, far)
 
 
 @jit
 def _finish(a, x, s, s_stop, b, y, t, t_stop, keys, bits, out):  # type: ignore[no-untyped-def]
-    one = np.uint64(1)
     while s < s_stop and t < t_stop:
-        p, q = a[s], b[t]
-        later = np.uint64(q < p)
-        keys[out] = min(p, q)
-        bits[out] = y[t] if q < p else x[s]
-        t += later
-        s += one - later
-        out += one
+        s, t, out = _step(a, x, s, b, y, t, keys, bits, out)
     for d in range(s_stop - s):
         keys[out + d], bits[out + d] = a[s + d], x[s + d]
     for d in range(t_stop - t):
@@ -124,21 +101,10 @@ def _merge_block(index_at, value_at, sizes, starts, parts, stops, found, ends, k
         starts[parts[r]] = stops[r]
     row = 0
     while runs > 1:
+        a, x = keys[row], bits[row]
         for r in range(0, runs, 2):
-            middle, last = ends[r + 1], ends[min(r + 2, runs)]
-            _merge(
-                keys[row],
-                bits[row],
-                ends[r],
-                middle,
-                keys[row],
-                bits[row],
-                middle,
-                last,
-                keys[1 - row],
-                bits[1 - row],
-                ends[r],
-            )
+            first, middle, last = ends[r], ends[r + 1], ends[min(r + 2, runs)]
+            _merge(a, x, first, middle, a, x, middle, last, keys[1 - row], bits[1 - row], first)
         for r in range(0, runs, 2):
             ends[(r >> 1) + 1] = ends[min(r + 2, runs)]
         runs = (runs + 1) >> 1
@@ -205,14 +171,10 @@ def _merged(indices: list[Array], values: list[Array], dtype: np.dtype[np.generi
         return union_sum(indices[0], values[0], indices[1], values[1])
     if are_dense(indices, dtype):
         return sum_in_windows(indices, values, dtype)
-    sizes = np.array([i.size for i in indices])
-    room = int(sizes.sum()) + 1
+    room = sum(i.size for i in indices) + 1
     out_indices, out_sums = empty(room, indices[0].dtype), empty(room, dtype)
     width = max(min(room, BLOCK // (indices[0].itemsize + dtype.itemsize)), len(indices))
     keys, bits = np.empty((2, width), indices[0].dtype), np.empty((2, width), f"u{dtype.itemsize}")
-    index_at = np.array([data_ptr(i) for i in indices])
-    value_at = np.array([data_ptr(v) for v in values])
-    starts, active, stops, ends = np.zeros((4, len(indices) + 1), np.int64)
-    state = (sizes, starts, active, stops, ends, keys, bits, bits.view(dtype), out_indices, out_sums)
-    count = _merge_all(index_at, value_at, *state)
+    state = (*np.zeros((3, len(indices) + 1), np.int64), keys, bits, bits.view(dtype))
+    count = _merge_all(*addresses(indices, values), *state, out_indices, out_sums)
     return out_indices[:count], out_sums[:count]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels.cpu.lanes import inlined, jit
-from sparsecoll.kernels.keys import Array
+from sparsecoll.kernels.keys import Array, Code
 from sparsecoll.kernels.memory import readonly
 from sparsecoll.kernels.reference.quantization import DRAWN, EDGE, FRACTION, LANES, LARGEST, top_level
 
@@ -172,16 +172,9 @@ def _decoder(bits: int, levels: str, add: bool) -> Any:
 
 
 def quantize(
-    values: Array,
-    first: int,
-    bits: int,
-    levels: str,
-    bucket: int,
-    seed: int | None,
-    scales: Array,
-    out: Array,
-    keep_error: bool,
+    values: Array, first: int, code: Code, seed: int | None, scales: Array, out: Array, keep_error: bool
 ) -> None:
+    bits, levels, bucket = code
     given = values if keep_error else readonly(values)
     key = np.uint64((seed or 0) & (2**64 - 1))
     u = (np.float32(0), np.float32(0.5)) if seed is None else (DRAWN, EDGE)
@@ -190,7 +183,6 @@ def quantize(
     )
 
 
-def dequantize(
-    codes: Array, first: int, bits: int, levels: str, bucket: int, scales: Array, out: Array, add: bool
-) -> None:
+def dequantize(codes: Array, first: int, code: Code, scales: Array, out: Array, add: bool) -> None:
+    bits, levels, bucket = code
     _decoder(bits, levels, add)(readonly(codes), np.uint64(first), np.uint64(bucket), readonly(scales), out)

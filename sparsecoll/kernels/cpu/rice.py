@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu.lanes import jit, load64, popcount, store64, trailing_zeros
+from sparsecoll.kernels.cpu.lanes import inlined, jit, load64, popcount, store64, trailing_zeros
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PAD, RICE_SAMPLES
@@ -33,9 +33,7 @@ def _gaps(indices, start, count, gaps):  # type: ignore[no-untyped-def]
 def _quotients(gaps, count, k):  # type: ignore[no-untyped-def]
     """The sums of the quotients for k - 1, k and k + 1; k is 1 at least. They fit the type of the indices."""
     kind = gaps.dtype.type
-    shift = kind(
-        (k - 1) & (63 if kind(1 << 32) else 31)
-    )  # a shift that fits for sure keeps the loop in the narrow type
+    shift = kind((k - 1) & (63 if kind(1 << 32) else 31))  # one that fits for sure keeps the loop in the narrow type
     lower, total, upper = kind(0), kind(0), kind(0)
     block = gaps[:count]
     for j in range(block.size):
@@ -89,6 +87,13 @@ def _rice_table(indices, block, gaps, table):  # type: ignore[no-untyped-def]
         table[number] = (k << 10) | ((count + total + 7) >> 3)
 
 
+@inlined
+def _flush(out, offset, left, fill):  # type: ignore[no-untyped-def]
+    """Write the `fill` lowest bits of `left`; the next offset, and what there is of the byte at it."""
+    store64(out, offset, left)
+    return offset + np.int64(fill >> np.uint64(3)), left >> (fill & ~np.uint64(7)), fill & np.uint64(7)
+
+
 @jit
 def _write_unary(gaps, count, k, out, offset):  # type: ignore[no-untyped-def]
     """Every store writes 8 bytes; the next one overwrites those beyond its own bits, of which `left` has at most 7."""
@@ -102,11 +107,7 @@ def _write_unary(gaps, count, k, out, offset):  # type: ignore[no-untyped-def]
             fourth = third + (np.uint64(gaps[j + 3]) >> shift) + one
             if fourth < np.uint64(56):
                 left |= ((one << first) | (one << second) | (one << third) | (one << fourth)) << fill
-                fill += fourth + one
-                store64(out, offset, left)
-                offset += np.int64(fill >> np.uint64(3))
-                left >>= fill & ~np.uint64(7)
-                fill &= np.uint64(7)
+                offset, left, fill = _flush(out, offset, left, fill + fourth + one)
                 j += 4
                 continue
         fill += np.uint64(gaps[j]) >> shift
@@ -115,12 +116,7 @@ def _write_unary(gaps, count, k, out, offset):  # type: ignore[no-untyped-def]
             offset += 7
             left >>= np.uint64(56)
             fill -= np.uint64(56)
-        left |= one << fill
-        fill += one
-        store64(out, offset, left)
-        offset += np.int64(fill >> np.uint64(3))
-        left >>= fill & ~np.uint64(7)
-        fill &= np.uint64(7)
+        offset, left, fill = _flush(out, offset, left | (one << fill), fill + one)
         j += 1
 
 
@@ -135,12 +131,7 @@ def _write_remainders(gaps, count, k, out, offset):  # type: ignore[no-untyped-d
         if step == 4:  # those beyond `count` are zero
             more |= (np.uint64(gaps[j + 1]) & mask) << k1
             more |= ((np.uint64(gaps[j + 2]) & mask) << k2) | ((np.uint64(gaps[j + 3]) & mask) << k3)
-        left |= more << fill
-        fill += np.uint64(step) * k1
-        store64(out, offset, left)
-        offset += np.int64(fill >> np.uint64(3))
-        left >>= fill & ~np.uint64(7)
-        fill &= np.uint64(7)
+        offset, left, fill = _flush(out, offset, left | (more << fill), fill + np.uint64(step) * k1)
 
 
 @jit
@@ -169,14 +160,9 @@ def _read_unary(payload, offset, unary, count, ones):  # type: ignore[no-untyped
         if stop > count:
             return False
         for i in range(found, stop, 4):
-            ones[i] = base + np.uint64(trailing_zeros(word))
-            word &= word - one
-            ones[i + 1] = base + np.uint64(trailing_zeros(word))
-            word &= word - one
-            ones[i + 2] = base + np.uint64(trailing_zeros(word))
-            word &= word - one
-            ones[i + 3] = base + np.uint64(trailing_zeros(word))
-            word &= word - one
+            for d in range(4):
+                ones[i + d] = base + np.uint64(trailing_zeros(word))
+                word &= word - one
         found = stop
     return found == count
 
@@ -190,17 +176,10 @@ def _read_plain(payload, offset, k, ones, index, out):  # type: ignore[no-untype
         while j + 4 <= out.size:
             word = ~(load64(payload, offset + (bit >> 3)) >> np.uint64(bit & 7))
             bit += 4 * k
-            total -= word & mask
-            out[j] = total + (ones[j] << k1)
-            word >>= k1
-            total -= word & mask
-            out[j + 1] = total + (ones[j + 1] << k1)
-            word >>= k1
-            total -= word & mask
-            out[j + 2] = total + (ones[j + 2] << k1)
-            word >>= k1
-            total -= word & mask
-            out[j + 3] = total + (ones[j + 3] << k1)
+            for d in range(4):
+                total -= word & mask
+                out[j + d] = total + (ones[j + d] << k1)
+                word >>= k1
             j += 4
     while j < out.size:
         total -= ~(load64(payload, offset + (bit >> 3)) >> np.uint64(bit & 7)) & mask

@@ -1,12 +1,40 @@
-"""Ascending flat indices in C order as a matrix by rows (CSR), in one pass without divisions."""
+"""Rows of values: each row of the operands is read once, and each row of a sum written once. Flat indices as a
+matrix by rows, in one pass without divisions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from sparsecoll.kernels.cpu.lanes import jit
+from sparsecoll.kernels import reference, threads
+from sparsecoll.kernels.cpu.lanes import array_at, jit
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import readonly
+
+
+@jit
+def _sum_rows(addresses, starts, width, like, out_at, out, first, last):  # type: ignore[no-untyped-def]
+    zero, size = out.dtype.type(0), width * out.itemsize
+    for u in range(first, last):
+        start, stop = starts[u], starts[u + 1]
+        target, row = array_at(out_at + u * size, width, out), array_at(addresses[start], width, like)
+        for j in range(width):
+            target[j] = zero + row[j]
+        for c in range(start + 1, stop):
+            row = array_at(addresses[c], width, like)
+            for j in range(width):
+                target[j] += row[j]
+
+
+@jit
+def _scatter_add_rows(table_at, table, rows, width, values_at, values):  # type: ignore[no-untyped-def]
+    for i in range(rows.size):
+        target = array_at(table_at + rows[i] * width * table.itemsize, width, table)
+        row = array_at(values_at + i * width * values.itemsize, width, values)
+        for j in range(width):
+            target[j] += row[j]
 
 
 @jit
@@ -24,6 +52,25 @@ def _split(flat, width, starts, columns):  # type: ignore[no-untyped-def]
         columns[i] = column
     for r in range(row + 1, starts.size):
         starts[r] = flat.size
+
+
+def sum_rows(parts: Sequence[Array], order: Array, starts: Array, out: Array) -> None:
+    if np.float16 in (parts[0].dtype, out.dtype) or parts[0].dtype.kind == "V":
+        reference.sum_rows(parts, order, starts, out)
+        return
+    width, size = out.shape[1], parts[0].itemsize
+    addresses = np.concatenate([p.ctypes.data + np.arange(p.shape[0]) * (width * size) for p in parts])[order]
+    like = np.empty(0, parts[0].dtype)
+    given = (addresses, readonly(starts), width, like, out.ctypes.data, out[:0].reshape(-1))
+    threads.run(_sum_rows, [(*given, *rows) for rows in threads.ranges(out.shape[0], width=width)])
+
+
+def scatter_add_rows(table: Array, rows: Array, values: Array) -> None:
+    if table.dtype == np.float16 or values.dtype == np.float16:
+        reference.scatter_add_rows(table, rows, values)
+        return
+    kinds = table[:0].reshape(-1), values[:0].reshape(-1)
+    _scatter_add_rows(table.ctypes.data, kinds[0], readonly(rows), table.shape[1], values.ctypes.data, kinds[1])
 
 
 def split_rows(flat: Array, width: int, starts: Array, columns: Array) -> None:

@@ -1,12 +1,12 @@
 """Selection of the entries above a threshold: its arguments, threads and memory, and what needs no pass of its own.
 
-`selection_pass.py` has the pass over the values, and `largest.py` the exact top k.
+`selection_pass.py` has the pass over the values. The exact top k is a pass above a bound taken from a sample, then the
+k largest of what it found.
 """
 
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,14 @@ import numpy as np
 from sparsecoll.kernels import reference, threads
 from sparsecoll.kernels.cpu.codecs import from_float16
 from sparsecoll.kernels.cpu.lanes import BLOCK, jit, magnitude_key
-from sparsecoll.kernels.cpu.radix import keep_largest, range_of
+from sparsecoll.kernels.cpu.radix import cut, keep_largest, kth, range_of
 from sparsecoll.kernels.cpu.selection_pass import CHUNK, LINE, select_chunks
 from sparsecoll.kernels.keys import PLAIN, Array, Pass, index_dtype, is_float
-from sparsecoll.kernels.memory import empty, readonly
+from sparsecoll.kernels.memory import empty, grown, readonly
 from sparsecoll.kernels.reference.selection import MOMENT_LANES, ROUNDS, moments_of_lines, taken
+from sparsecoll.kernels.sampling import bounding_sample
 
+SAMPLE = 1 << 15  # size of the largest sample that bounds the k-th magnitude from below
 SPARE = 1 << 16  # entries that a top k may find beyond 2k before it keeps the k largest of them
 
 
@@ -153,9 +155,8 @@ def select(
         index = index_dtype(values.size) if own is None else own.dtype
         return _select_range(given, typed, done, clear, start, guess, index, k)
 
-    count, unit = threads.count_for(values.size), CHUNK if lines is None else LINE
-    edges = [values.size * t // count // unit * unit for t in range(count)] + [values.size]
-    out_i, out_v = threads.joined(threads.run(part, list(pairwise(edges))))
+    edges = threads.ranges(values.size, CHUNK if lines is None else LINE)
+    out_i, out_v = threads.joined(threads.run(part, edges))
     if lines is not None:
         moments[:] = moments_of_lines(lines)
     return out_i, out_v.view(values.dtype)
@@ -193,11 +194,44 @@ def _select_range(
             continue
         wanted = max(2 * count, int(1.1 * count * (size - begin) / max(start - begin, 1)))
         capacity = min(wanted, count + size - start, most) + 2 * CHUNK
-        out_i, out_v = _grown(out_i, count, capacity), _grown(out_v, count, capacity)
+        out_i, out_v = grown(out_i, count, capacity), grown(out_v, count, capacity)
     return out_i[:count], out_v[:count]
 
 
-def _grown(array: Array, count: int, capacity: int) -> Array:
-    larger = empty(capacity, array.dtype)
-    larger[:count] = array[:count]
-    return larger
+def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = None) -> Any:
+    if values.dtype.kind == "c":
+        return taken(values, topk_by_key(magnitudes(values), key, ties)[0], indices)
+    index, (bits, mask) = index_dtype(values.size) if indices is None else indices.dtype, lanes_of(values)
+    out_i, out_v = empty(values.size + BLOCK, index), empty(values.size + BLOCK, bits.dtype)
+    indices = None if indices is None else readonly(indices)
+    count = cut(bits, mask, indices, mask.dtype.type(key), ties, out_i, out_v)
+    return out_i[:count], out_v[:count].view(values.dtype)
+
+
+def lower_bound_key(values: Array, k: int, work: Pass = PLAIN) -> int:
+    found = bounding_sample(values, k, work, SAMPLE, reference.form)
+    return kth_key(*found)[0] if found else 0
+
+
+def kth_key(values: Array, k: int) -> tuple[int, int]:
+    key, ties = kth(*lanes_of(magnitudes(values)), k)
+    return int(key), ties
+
+
+def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PLAIN) -> tuple[Array, Array]:
+    if k == 0:
+        return select_at_least(values, 1 << 64, indices=indices, work=work)
+    if values.dtype.kind == "c":
+        form(values, work)
+        return taken(values, topk(magnitudes(values), k)[0], indices, work.clear)
+    bound, room = lower_bound_key(values, k, work), k + (k >> 2)
+    found_i, found_v = select(values, bound, room, indices, None, work, k)
+    if found_v.size < min(k, values.size):  # the sample was not typical, as for periodic data
+        if work.clear:
+            values[found_i] = found_v
+        found_i, found_v = select(values, 0, room, indices, None, Pass(clear=work.clear), k)
+    if k >= found_v.size:
+        return found_i, found_v
+    bits, mask = lanes_of(found_v, write=True)
+    _, count = keep_largest(found_i, bits, mask, k, lanes_of(values, write=True)[0] if work.clear else None)
+    return found_i[:count], found_v[:count]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from sparsecoll.kernels import threads
 from sparsecoll.kernels.cpu.lanes import jit, prefetch
 from sparsecoll.kernels.cpu.sums import end
-from sparsecoll.kernels.keys import Array
+from sparsecoll.kernels.keys import Array, SgdRule
 from sparsecoll.kernels.memory import readonly
 
 PART = 1 << 11  # parameters that stay in the cache between two loops over them
@@ -67,20 +66,8 @@ def _step(  # type: ignore[no-untyped-def]
         first = last
 
 
-def sgd_step(
-    params: Array,
-    velocity: Array | None,
-    indices: Array,
-    values: Array,
-    offset: int,
-    *,
-    lr: float,
-    share: float,
-    decay: float,
-    momentum: float,
-    damp: float,
-    nesterov: bool,
-) -> None:
+def sgd_step(params: Array, velocity: Array | None, indices: Array, values: Array, offset: int, rule: SgdRule) -> None:
+    lr, share, decay, momentum, damp, nesterov = rule
     now = velocity is None or nesterov  # whether the gradient itself is added to the parameters
     factors: list[Any] = [
         momentum,
@@ -92,6 +79,4 @@ def sgd_step(
     ]
     factors = [None if factor is None else params.dtype.type(factor) for factor in factors]
     given = params, velocity, readonly(indices), readonly(values), np.uint64(offset)
-    count = threads.count_for(params.size)
-    edges = [params.size * t // count // PART * PART for t in range(count)] + [params.size]
-    threads.run(lambda start, stop: _step(*given, start, stop, *factors), list(pairwise(edges)))
+    threads.run(lambda start, stop: _step(*given, start, stop, *factors), threads.ranges(params.size, PART))

@@ -35,15 +35,13 @@ def end(indices, start, limit):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _scatter_add(dense, indices, values):  # type: ignore[no-untyped-def]
+def _scatter_add(dense, indices, values, subtract):  # type: ignore[no-untyped-def]
+    """dense[indices] += values; -= unless `subtract` is None."""
     for i in range(indices.size):
-        dense[indices[i]] += values[i]
-
-
-@jit
-def _scatter_subtract(dense, indices, values):  # type: ignore[no-untyped-def]
-    for i in range(indices.size):
-        dense[indices[i]] -= values[i]
+        if subtract is None:
+            dense[indices[i]] += values[i]
+        else:
+            dense[indices[i]] -= values[i]
 
 
 @jit
@@ -139,18 +137,11 @@ def _common(a, b, wanted, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _first_unsorted(indices, length):  # type: ignore[no-untyped-def]
-    if indices.size == 0:
-        return -1
+def _is_unsorted(indices, length):  # type: ignore[no-untyped-def]
     bad = indices[0] >= length
     for i in range(1, indices.size):
         bad |= (indices[i] <= indices[i - 1]) | (indices[i] >= length)
-    if not bad:
-        return -1
-    for i in range(indices.size):
-        if indices[i] >= length or (i > 0 and indices[i] <= indices[i - 1]):
-            return i
-    return -1
+    return bad
 
 
 def as_contiguous(values: Array, dtype: np.dtype[np.generic]) -> Array:
@@ -160,18 +151,11 @@ def as_contiguous(values: Array, dtype: np.dtype[np.generic]) -> Array:
     return np.ascontiguousarray(values, dtype)
 
 
-def scatter_add(dense: Array, indices: Array, values: Array) -> None:
+def scatter_add(dense: Array, indices: Array, values: Array, subtract: bool = False) -> None:
     if dense.dtype == np.float16:
-        reference.scatter_add(dense, indices, values)
+        reference.scatter_add(dense, indices, values, subtract)
     else:
-        _scatter_add(dense, indices, values.astype(dense.dtype, copy=False))
-
-
-def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
-    if dense.dtype == np.float16:
-        reference.scatter_subtract(dense, indices, values)
-    else:
-        _scatter_subtract(dense, indices, values.astype(dense.dtype, copy=False))
+        _scatter_add(dense, indices, values.astype(dense.dtype, copy=False), subtract or None)
 
 
 def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None = None) -> None:
@@ -193,32 +177,21 @@ def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, 
     values = [as_contiguous(v, dense.dtype) for _, v in parts]
     inverse = dense.dtype.type(1 / divisor) if divisor & (divisor - 1) == 0 else None  # exact for powers of two
     part, bits = np.zeros(PART, dense.dtype), np.dtype(f"u{dense.itemsize}")
-    _write_sum(
-        dense,
-        dense.view(bits),
-        np.array([data_ptr(i) for i in indices]),
-        np.array([data_ptr(v) for v in values]),
-        np.array([i.size for i in indices]),
-        np.zeros(len(parts), np.int64),
-        together,
-        dense.dtype.type(divisor),
-        inverse,
-        part,
-        part.view(bits),
-        readonly(indices[0]),
-        streams_to(dense),
-    )
+    how = (together, dense.dtype.type(divisor), inverse, part, part.view(bits), readonly(indices[0]), streams_to(dense))
+    _write_sum(dense, dense.view(bits), *addresses(indices, values), *how)
 
 
-def intersect(a: Array, b: Array) -> Array:
+def addresses(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Array, ...]:
+    """Of sparse vectors, for kernels that take any number of them: where indices and values are, sizes, and zeros."""
+    sizes = np.array([i.size for i in indices])
+    return *(np.array([data_ptr(a) for a in arrays]) for arrays in (indices, values)), sizes, np.zeros_like(sizes)
+
+
+def where_in(a: Array, b: Array, invert: bool = False) -> Array:
     out = empty(a.size + 1, np.int64)
-    return out[: _common(a, b, 1, out)]
-
-
-def difference(a: Array, b: Array) -> Array:
-    out = empty(a.size + 1, np.int64)
-    return out[: _common(a, b, 0, out)]
+    return out[: _common(a, b, int(not invert), out)]
 
 
 def first_unsorted(indices: Array, length: int) -> int:
-    return int(_first_unsorted(indices, np.uint64(length)))
+    bad = indices.size and _is_unsorted(indices, np.uint64(length))
+    return reference.first_unsorted(indices, length) if bad else -1

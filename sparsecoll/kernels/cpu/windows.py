@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, array_at, emit_block, jit, prefetch
+from sparsecoll.kernels.cpu.sums import addresses
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import data_ptr, empty
+from sparsecoll.kernels.memory import empty
 
 WINDOW = 1 << 16  # indices summed at a time: 256 KiB of float32
 AHEAD = 256  # entries of each vector that are loaded before the next window needs them, at most
@@ -77,13 +78,9 @@ def are_dense(indices: list[Array], dtype: np.dtype[np.generic]) -> bool:
 
 def sum_in_windows(indices: list[Array], values: list[Array], dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
     """merge_sum of contiguous arrays of one dtype each."""
-    sizes = np.array([i.size for i in indices])
-    room = int(sizes.sum()) + BLOCK
+    room = sum(i.size for i in indices) + BLOCK
     out_indices, out_sums = empty(room, indices[0].dtype), empty(room, dtype)
     kind = np.dtype(f"u{dtype.itemsize}")
-    index_at = np.array([data_ptr(i) for i in indices])
-    value_at = np.array([data_ptr(v) for v in values])
     sums = np.full(WINDOW, -0.0, dtype)
-    state = (sizes, np.zeros_like(sizes), sums, sums.view(kind))
-    count = _sum_windows(index_at, value_at, *state, out_indices, out_sums.view(kind))
+    count = _sum_windows(*addresses(indices, values), sums, sums.view(kind), out_indices, out_sums.view(kind))
     return out_indices[:count], out_sums[:count]

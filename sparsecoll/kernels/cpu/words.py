@@ -6,7 +6,7 @@ import numpy as np
 
 from sparsecoll.kernels.cpu.lanes import inlined, jit
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import empty, readonly
+from sparsecoll.kernels.memory import empty, filled, readonly
 from sparsecoll.kernels.reference.words import OFFSET, PRIME
 
 _OFFSET, _PRIME, _HALF = np.uint64(OFFSET), np.uint64(PRIME), np.uint64(32)
@@ -68,15 +68,12 @@ def _join(text, starts, stops, joined):  # type: ignore[no-untyped-def]
 
 
 def join_words(text: Array, starts: Array, stops: Array) -> Array:
-    joined = empty(int((stops - starts).sum()) + starts.size, np.uint8)
-    _join(readonly(text), readonly(starts), readonly(stops), joined)
-    return joined
+    size = int((stops - starts).sum()) + starts.size
+    return filled(size, np.uint8, _join, readonly(text), readonly(starts), readonly(stops))
 
 
 def word_hashes(text: Array, starts: Array, stops: Array) -> Array:
-    hashes = empty(starts.size, np.uint64)
-    _hashes(readonly(text), readonly(starts), readonly(stops), hashes)
-    return hashes
+    return filled(starts.size, np.uint64, _hashes, readonly(text), readonly(starts), readonly(stops))
 
 
 def number_words(text: Array, starts: Array, stops: Array) -> tuple[Array, Array]:

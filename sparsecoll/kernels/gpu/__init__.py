@@ -6,6 +6,6 @@ atomic operations.
 from sparsecoll.kernels.gpu.codecs import *
 from sparsecoll.kernels.gpu.quantization import *
 from sparsecoll.kernels.gpu.rice import *
-from sparsecoll.kernels.gpu.row_sums import *
 from sparsecoll.kernels.gpu.selection import *
 from sparsecoll.kernels.gpu.sums import *
+from sparsecoll.kernels.reference.codecs import from_bfloat16 as from_bfloat16

@@ -79,10 +79,6 @@ extern "C" __global__ void to_bfloat16(const u32* values, u64 count, u16* out) {
   }
 }
 
-extern "C" __global__ void from_bfloat16(const u16* stored, u64 count, u32* out) {
-  EVERY(i, count) out[i] = (u32)stored[i] << 16;
-}
-
 extern "C" __global__ void to_float16(const void* values, u64 count, u16* out) {
   EVERY(i, count) {
     double x = (double)READ_AS(FROM, values, i);

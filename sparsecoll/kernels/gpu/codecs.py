@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels.gpu import device
-from sparsecoll.kernels.gpu.device import launch, types
+from sparsecoll.kernels.gpu.device import Array, launch, types
 from sparsecoll.kernels.gpu.sums import popcount_ends
-
-Array = Any  # of CuPy
 
 
 def block_heads(indices: Array, gap: int) -> Array:
@@ -74,10 +72,6 @@ def _converted(kernel: str, values: Array, dtype: Any, macros: tuple[str, ...] =
 
 def to_bfloat16(values: Array) -> Array:
     return _converted("to_bfloat16", values, np.uint16)
-
-
-def from_bfloat16(stored: Array) -> Array:
-    return _converted("from_bfloat16", stored, np.float32)
 
 
 def to_float16(values: Array) -> Array:

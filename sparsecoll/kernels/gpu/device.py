@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 
 T = TypeVar("T")
+Array = Any  # of CuPy
 
 THREADS = 256  # per block, as in common.cu
 BLOCKS = 4096  # the most blocks of a launch; their threads loop over the items (grid-stride loop)

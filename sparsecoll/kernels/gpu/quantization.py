@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sparsecoll.kernels.gpu import device
-from sparsecoll.kernels.gpu.device import launch, u32
+from sparsecoll.kernels.gpu.device import Array, launch, u32
+from sparsecoll.kernels.keys import Code
 from sparsecoll.kernels.reference.quantization import LEVELS
-
-Array = Any  # of CuPy
 
 
 def quantize(
-    values: Array,
-    first: int,
-    bits: int,
-    levels: str,
-    bucket: int,
-    seed: int | None,
-    scales: Array,
-    out: Array,
-    keep_error: bool,
+    values: Array, first: int, code: Code, seed: int | None, scales: Array, out: Array, keep_error: bool
 ) -> None:
+    bits, levels, bucket = code
     kind, key = u32(LEVELS.index(levels)), (seed or 0) & (2**64 - 1)
     buckets = (values, values.size, first, bucket, scales.size, u32(bits), kind, scales)
     launch("quantization", "bucket_scales", values.size, *buckets, blocks=min(scales.size, device.BLOCKS))
@@ -29,8 +19,7 @@ def quantize(
     launch("quantization", "quantize", out.size, values, values.size, first, bucket, *how, scales, out, out.size)
 
 
-def dequantize(
-    codes: Array, first: int, bits: int, levels: str, bucket: int, scales: Array, out: Array, add: bool
-) -> None:
+def dequantize(codes: Array, first: int, code: Code, scales: Array, out: Array, add: bool) -> None:
+    bits, levels, bucket = code
     how = (u32(bits), u32(LEVELS.index(levels)), u32(add))
     launch("quantization", "dequantize", out.size, codes, first, bucket, *how, scales, out, out.size)

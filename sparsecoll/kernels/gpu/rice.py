@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels.gpu import device
-from sparsecoll.kernels.gpu.device import launch, types, u32
+from sparsecoll.kernels.gpu.device import Array, launch, types, u32
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, rice_runs
-
-Array = Any  # of CuPy
-
 
 SHARES = 13  # blocks of threads for each run of the sample, as in rice.cu
 

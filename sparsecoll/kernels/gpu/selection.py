@@ -8,12 +8,12 @@ import numpy as np
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.gpu import device
-from sparsecoll.kernels.gpu.device import launch, types, u32
+from sparsecoll.kernels.gpu.device import Array, launch, types, u32
 from sparsecoll.kernels.keys import PLAIN, Pass, index_dtype
+from sparsecoll.kernels.memory import grown
 from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS
 from sparsecoll.kernels.sampling import SMALL, bounding_sample
 
-Array = Any  # of CuPy
 Addend = tuple[Array, float]
 
 TILE = 4096  # items per block of threads, as in selection.cu; also the length of a line of moments
@@ -132,7 +132,7 @@ def _take(
                 break
             left = values.size - start - segment.size
             room = min(have + count + (have + count) * left // values.size + TILE, values.size)
-            out_i, out_v = _grown(out_i, have, room), _grown(out_v, have, room)
+            out_i, out_v = grown(out_i, have, room), grown(out_v, have, room)
         have, ties = have + count, ties - tied
     if moments is not None:
         folded = device.zeros(4, np.float64)
@@ -141,12 +141,6 @@ def _take(
         launch("selection", "fold_moments", count, lines, count, folded, macros=macros, blocks=1)
         moments[:] = folded.get()
     return out_i[:have], out_v[:have]
-
-
-def _grown(array: Array, count: int, room: int) -> Array:
-    larger = device.empty(room, array.dtype)
-    larger[:count] = array[:count]
-    return larger
 
 
 def select_at_least(

@@ -1,14 +1,15 @@
-// Sums of sparse vectors, and into dense ones. FROM is the type code of the values added, VALUE that of the sums.
+// Sums of sparse vectors, into dense ones, and of rows of `width` values. FROM is the type code of the values added,
+// VALUE that of the sums.
 
 #ifndef FROM
 #define FROM 4
 #endif
 
-// dense[index] += sign * value; every index occurs once and is below n.
-extern "C" __global__ void scatter(BITS* dense, const INDEX* indices, const void* values, u64 count, int sign) {
+// dense[index] += value, or -= with `minus`; every index occurs once and is below n.
+extern "C" __global__ void scatter(BITS* dense, const INDEX* indices, const void* values, u64 count, u32 minus) {
   EVERY(i, count) {
     number own = FROM_BITS(dense[indices[i]]), value = ROUND(READ_AS(FROM, values, i));
-    dense[indices[i]] = (BITS)TO_BITS(sign > 0 ? own + value : own - value);
+    dense[indices[i]] = (BITS)TO_BITS(minus ? own - value : own + value);
   }
 }
 
@@ -47,8 +48,9 @@ extern "C" __global__ void first_unsorted(const INDEX* indices, u64 count, u64 l
   }
 }
 
-// found[i] = 1 if the ascending `others` hold indices[i], else 0.
-extern "C" __global__ void membership(const INDEX* indices, u64 count, const INDEX* others, u64 size, u8* found) {
+// found[i] = 1 if the ascending `others` hold indices[i], else 0; the other way round with `invert`.
+extern "C" __global__ void membership(const INDEX* indices, u64 count, const INDEX* others, u64 size, u32 invert,
+                                      u8* found) {
   EVERY(i, count) {
     INDEX wanted = indices[i];
     u64 low = 0, high = size;
@@ -59,6 +61,31 @@ extern "C" __global__ void membership(const INDEX* indices, u64 count, const IND
       else
         high = middle;
     }
-    found[i] = low < size && others[low] == wanted;
+    found[i] = (low < size && others[low] == wanted) != invert;
+  }
+}
+
+// out[u] = 0 + row order[starts[u]] + row order[starts[u] + 1] + ... up to starts[u + 1]; one thread adds one column.
+extern "C" __global__ void sum_rows(const void* values, const i64* order, const i64* starts, u64 width, u64 count,
+                                    BITS* out) {
+  EVERY(i, count) {
+    u64 u = i / width, j = i % width;
+    number sum = 0;
+    for (i64 c = starts[u]; c < starts[u + 1]; c++)
+      sum = ROUND(sum + ROUND(READ_AS(FROM, values, (u64)order[c] * width + j)));
+    out[i] = (BITS)TO_BITS(sum);
+  }
+}
+
+// out[i] = values[positions[i]]
+extern "C" __global__ void take_rows(const BITS* values, const i64* positions, u64 width, u64 count, BITS* out) {
+  EVERY(i, count) out[i] = values[(u64)positions[i / width] * width + i % width];
+}
+
+// table[rows[i]] += values[i]; every row occurs once.
+extern "C" __global__ void scatter_add_rows(BITS* table, const i64* rows, const void* values, u64 width, u64 count) {
+  EVERY(i, count) {
+    u64 at = (u64)rows[i / width] * width + i % width;
+    table[at] = (BITS)TO_BITS(FROM_BITS(table[at]) + ROUND(READ_AS(FROM, values, i)));
   }
 }

@@ -1,6 +1,5 @@
-"""Sums of sparse vectors, sparse vectors added to dense ones, and the intersection and difference of index arrays.
-
-All additions have a fixed order.
+"""Sums of sparse vectors and of rows, sparse vectors added to dense ones, and the intersection and difference of index
+arrays. All additions have a fixed order.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels.gpu import device
-from sparsecoll.kernels.gpu.device import launch, types
-
-Array = Any  # of CuPy
+from sparsecoll.kernels.gpu.device import Array, launch, types, u32
 
 MAX_COORDINATES_PER_ENTRY = 32  # up to which a sum is formed in a dense window
 
@@ -81,12 +78,9 @@ def popcount_ends(words: Array) -> Array:
     return np.cumsum(counts)
 
 
-def scatter_add(dense: Array, indices: Array, values: Array) -> None:
-    _scatter(dense, indices, values, 1)
-
-
-def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
-    _scatter(dense, indices, values, -1)
+def scatter_add(dense: Array, indices: Array, values: Array, subtract: bool = False) -> None:
+    given = (dense, indices, values, indices.size, u32(subtract))
+    launch("sums", "scatter", indices.size, *given, macros=(*types(dense, indices), _from(values)))
 
 
 def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None = None) -> None:
@@ -105,11 +99,6 @@ def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, 
     np.add(dense, dense.dtype.type(0), out=dense)
 
 
-def _scatter(dense: Array, indices: Array, values: Array, sign: int) -> None:
-    given = (dense, indices, values, indices.size, np.int32(sign))
-    launch("sums", "scatter", indices.size, *given, macros=(*types(dense, indices), _from(values)))
-
-
 def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
     order = indices.argsort()  # stable in CuPy
     ascending = indices[order]
@@ -117,19 +106,11 @@ def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
     return int(np.count_nonzero(ascending >= np.uint64(dense.size)))
 
 
-def intersect(a: Array, b: Array) -> Array:
-    return np.flatnonzero(_membership(a, b))
-
-
-def difference(a: Array, b: Array) -> Array:
-    return np.flatnonzero(_membership(a, b) == 0)
-
-
-def _membership(a: Array, b: Array) -> Array:
+def where_in(a: Array, b: Array, invert: bool = False) -> Array:
     found = device.empty(a.size, np.uint8)
-    others = b.astype(a.dtype, copy=False)
-    launch("sums", "membership", a.size, a, a.size, others, b.size, found, macros=types(indices=a))
-    return found
+    given = (a, a.size, b.astype(a.dtype, copy=False), b.size, u32(invert), found)
+    launch("sums", "membership", a.size, *given, macros=types(indices=a))
+    return np.flatnonzero(found)
 
 
 def first_unsorted(indices: Array, length: int) -> int:
@@ -137,3 +118,19 @@ def first_unsorted(indices: Array, length: int) -> int:
     launch("sums", "first_unsorted", indices.size, indices, indices.size, length, found, macros=types(indices=indices))
     inverted = int(found[0])
     return inverted ^ ((1 << 64) - 1) if inverted else -1
+
+
+def sum_rows(parts: Sequence[Array], order: Array, starts: Array, out: Array) -> None:
+    values = np.concatenate([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0]
+    given = (values, order, starts, int(out.shape[1]), out.size, out)
+    launch("sums", "sum_rows", out.size, *given, macros=(*types(out), _from(values)))
+
+
+def take_rows(values: Array, positions: Array, out: Array) -> None:
+    given = (values, positions, int(values.shape[1]), out.size, out)
+    launch("sums", "take_rows", out.size, *given, macros=(f"-DBITS=u{8 * values.itemsize}",))
+
+
+def scatter_add_rows(table: Array, rows: Array, values: Array) -> None:
+    given = (table, rows, values, int(table.shape[1]), values.size)
+    launch("sums", "scatter_add_rows", values.size, *given, macros=(*types(table), _from(values)))

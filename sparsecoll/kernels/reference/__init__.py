@@ -6,7 +6,6 @@ from sparsecoll.kernels.reference.codecs import *
 from sparsecoll.kernels.reference.folds import *
 from sparsecoll.kernels.reference.quantization import *
 from sparsecoll.kernels.reference.rice import *
-from sparsecoll.kernels.reference.row_sums import *
 from sparsecoll.kernels.reference.rows import *
 from sparsecoll.kernels.reference.selection import *
 from sparsecoll.kernels.reference.steps import *

@@ -8,20 +8,8 @@ import numpy as np
 
 from sparsecoll.kernels.keys import Array
 
-__all__ = [
-    "bitmap_read",
-    "bitmap_write",
-    "block_heads",
-    "block_indices",
-    "block_write",
-    "from_bfloat16",
-    "from_float16",
-    "hash_slots",
-    "scatter_add_marked",
-    "slots_write",
-    "to_bfloat16",
-    "to_float16",
-]
+__all__ = ["bitmap_read", "bitmap_write", "block_heads", "block_indices", "block_write", "from_bfloat16"]
+__all__ += ["from_float16", "hash_slots", "scatter_add_marked", "slots_write", "to_bfloat16", "to_float16"]
 
 
 def block_heads(indices: Array, gap: int) -> Array:

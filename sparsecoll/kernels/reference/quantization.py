@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsecoll.kernels.keys import Array
+from sparsecoll.kernels.keys import Array, Code
 
 __all__ = ["dequantize", "quantize"]
 
@@ -120,22 +120,14 @@ def _values(level: Array, scale: np.float32, bits: int, levels: str) -> Array:
 
 
 def quantize(
-    values: Array,
-    first: int,
-    bits: int,
-    levels: str,
-    bucket: int,
-    seed: int | None,
-    scales: Array,
-    out: Array,
-    keep_error: bool,
+    values: Array, first: int, code: Code, seed: int | None, scales: Array, out: Array, keep_error: bool
 ) -> None:
     """float32 values of indices first, first + 1, ... to a scale a bucket and codes of `bits` bits.
 
     With `keep_error`, what the codes do not say of a value replaces it. A bucket with an infinity or NaN has the scale
     inf, the highest level throughout, and no error. Buckets of subnormal magnitudes become zeros.
     """
-    start = end = 0
+    (bits, levels, bucket), start, end = code, 0, 0
     for b, size in enumerate(_sizes(first, values.size, bucket)):
         own, position = values[start : start + size], (first + start) % bucket
         start += size
@@ -162,17 +154,15 @@ def quantize(
         end += h
 
 
-def dequantize(
-    codes: Array, first: int, bits: int, levels: str, bucket: int, scales: Array, out: Array, add: bool
-) -> None:
+def dequantize(codes: Array, first: int, code: Code, scales: Array, out: Array, add: bool) -> None:
     """Write the float32 values to `out`, or add them."""
-    start = end = 0
+    (bits, levels, bucket), start, end = code, 0, 0
     for b, size in enumerate(_sizes(first, out.size, bucket)):
         h = -(-size * bits // 8)
         shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-        code = ((codes[end : end + h] >> shifts) & np.uint8(2**bits - 1)).reshape(-1)[:size]
-        back = _values((code & np.uint8(2 ** (bits - 1) - 1)).astype(np.int32), scales[b], bits, levels)
-        signed = np.where(code >> np.uint8(bits - 1), -back, back)
+        stored = ((codes[end : end + h] >> shifts) & np.uint8(2**bits - 1)).reshape(-1)[:size]
+        back = _values((stored & np.uint8(2 ** (bits - 1) - 1)).astype(np.int32), scales[b], bits, levels)
+        signed = np.where(stored >> np.uint8(bits - 1), -back, back)
         part = out[start : start + size]
         with np.errstate(invalid="ignore", over="ignore"):
             part[:] = part + signed if add else signed

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsecoll.kernels.keys import Array
+from sparsecoll.kernels.keys import Array, SgdRule
 
 __all__ = ["sgd_step"]
 
 
-def sgd_step(
-    params: Array,
-    velocity: Array | None,
-    indices: Array,
-    values: Array,
-    offset: int,
-    *,
-    lr: float,
-    share: float,
-    decay: float,
-    momentum: float,
-    damp: float,
-    nesterov: bool,
-) -> None:
+def sgd_step(params: Array, velocity: Array | None, indices: Array, values: Array, offset: int, rule: SgdRule) -> None:
     """A step of SGD by a gradient g = share * values + decay * params, in place. All arrays are of one dtype of floats.
 
     velocity = momentum * velocity + damp * g, and params -= lr * velocity; with Nesterov momentum params -= lr * (g +
@@ -33,6 +20,7 @@ def sgd_step(
         indices: ascending and unique; values[i] belongs to params[indices[i] - offset].
         offset: at most the first index.
     """
+    lr, share, decay, momentum, damp, nesterov = rule
     at = (indices - indices.dtype.type(offset)).astype(np.int64)
     kind = params.dtype.type
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):

@@ -8,16 +8,7 @@ import numpy as np
 
 from sparsecoll.kernels.keys import Array
 
-__all__ = [
-    "difference",
-    "first_unsorted",
-    "intersect",
-    "merge_sum",
-    "scatter_add",
-    "scatter_subtract",
-    "write_dense",
-    "write_sum",
-]
+__all__ = ["first_unsorted", "merge_sum", "scatter_add", "where_in", "write_dense", "write_sum"]
 
 
 def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
@@ -34,16 +25,11 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
     return indices, sums
 
 
-def scatter_add(dense: Array, indices: Array, values: Array) -> None:
-    """dense[indices] += values, in place; indices are unique."""
+def scatter_add(dense: Array, indices: Array, values: Array, subtract: bool = False) -> None:
+    """dense[indices] += values, or -= with `subtract`, in place; indices are unique."""
     with np.errstate(over="ignore", invalid="ignore"):
-        dense[indices] += values.astype(dense.dtype)
-
-
-def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
-    """dense[indices] -= values, in place; indices are unique."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        dense[indices] -= values.astype(dense.dtype)
+        change = np.subtract if subtract else np.add
+        dense[indices] = change(dense[indices], values.astype(dense.dtype))
 
 
 def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None = None) -> None:
@@ -69,14 +55,9 @@ def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, 
     dense += 0
 
 
-def intersect(a: Array, b: Array) -> Array:
-    """Positions (int64, ascending) in `a` of the indices that are in `b` too; both ascending and unique."""
-    return np.flatnonzero(np.isin(a, b, assume_unique=True))
-
-
-def difference(a: Array, b: Array) -> Array:
-    """Positions (int64, ascending) in `a` of the indices that are not in `b`; both ascending and unique."""
-    return np.flatnonzero(~np.isin(a, b, assume_unique=True))
+def where_in(a: Array, b: Array, invert: bool = False) -> Array:
+    """Positions (int64, ascending) in `a` of the indices that are in `b`, or that are not; both ascending, unique."""
+    return np.flatnonzero(np.isin(a, b, assume_unique=True, invert=invert))
 
 
 def first_unsorted(indices: Array, length: int) -> int:

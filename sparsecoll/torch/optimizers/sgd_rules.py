@@ -6,7 +6,7 @@ import copy
 import functools
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from sparsecoll.algorithms import resolve
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import SgdRule
 from sparsecoll.select import Vector
 from sparsecoll.torch.compressors.schedule import Schedule
 from sparsecoll.torch.reduction.accumulator import SparseSum
@@ -105,20 +106,10 @@ def names_of(groups: Iterable[dict[str, Any]], model: torch.nn.Module | None) ->
     return {p: name for name, p in names.items()}
 
 
-class Rule(NamedTuple):
-    """The options of a step, as `kernels.reference.steps.sgd_step` takes them.
+class Rule(SgdRule):
+    """The options of a step."""
 
-    Attributes:
-        share: factor of the sum that makes the mean gradient of it.
-        damp: factor of the gradient in the velocity, unless it is the first one.
-    """
-
-    lr: float
-    share: float
-    decay: float
-    momentum: float
-    damp: float
-    nesterov: bool
+    __slots__ = ()
 
     @classmethod
     def of(cls, group: dict[str, Any], ranks: int) -> Rule:
@@ -211,7 +202,7 @@ class SparseUpdate(Update):
         params, *velocity = (t.detach().view(-1).numpy() for t in changed)
         indices, values = self._entries.indices, self._entries.values
         given = params, velocity[0] if velocity else None, indices, values, self._offset
-        kernels_of(params).sgd_step(*given, **rule._asdict())
+        kernels_of(params).sgd_step(*given, rule)
         for t in changed:
             torch.autograd.graph.increment_version(t)  # autograd does not see what is written to arrays
 

@@ -10,9 +10,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from sparsecoll.kernels.memory import empty
-from sparsecoll.transport.base import CallMismatch
 from sparsecoll.transport.collectives import allgather
-from sparsecoll.transport.mpi.waiting import Waiter
+from sparsecoll.transport.tags import CallMismatch
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
@@ -35,7 +34,7 @@ class NativeSum:
     def __init__(self, transport: MpiTransport) -> None:
         self._transport = transport
         self._comm: Any = None
-        self._left: list[Any] = []  # what MPI may still use: requests, their arrays and their communicator
+        self._kept: list[Any] = []  # which MPI may still use: requests, their arrays and their communicator
         self._same: dict[tuple[str, int], bool] = {}
 
     def reset(self) -> None:
@@ -57,8 +56,18 @@ class NativeSum:
                 self._same[key] = self._is_same(values.dtype, values.size)
         if self._same[key]:
             self._sum(values, out)
-            transport._count_allreduce(values.nbytes)
+            self._count(values.nbytes)
         return self._same[key]
+
+    def _count(self, size: int) -> None:
+        """Count a sum of `size` bytes as what a reduce-scatter and an allgather send and receive."""
+        ranks = self._transport.size
+        moved, messages = 2 * size * (ranks - 1) // ranks, 2 * (ranks - 1).bit_length()
+        for counts in self._transport._counters():
+            counts.bytes_sent += moved
+            counts.bytes_received += moved
+            counts.messages_sent += messages
+            counts.messages_received += messages
 
     def _is_same(self, dtype: np.dtype[Any], size: int) -> bool:
         """Return whether the sum of random values has the same bits on all ranks; collective."""
@@ -74,11 +83,11 @@ class NativeSum:
     def _duplicate(self) -> None:
         transport = self._transport
         if self._comm is not None:
-            self._left.append(self._comm)
+            self._kept.append(self._comm)
         self._comm, request = transport.comm.Idup()
-        waiter = transport.waiter(lambda: "waits for all ranks to duplicate the communicator")
+        waiter = transport.watchdog(lambda: "waits for all ranks to duplicate the communicator")
         while not request.Test():
-            transport.pause(waiter, moving=True)
+            waiter.pause(moving=True)
 
     def _sum(self, values: NDArray[Any], out: NDArray[Any]) -> None:
         transport = self._transport
@@ -87,7 +96,7 @@ class NativeSum:
             try:
                 self._wait(request)
             except BaseException:
-                self._left.append((request, values, out, self._comm))
+                self._kept.append((request, values, out, self._comm))
                 self._comm = None
                 raise
         except MPI.Exception as error:
@@ -95,14 +104,14 @@ class NativeSum:
 
     def _wait(self, request: Any) -> None:
         transport = self._transport
-        waiter: Waiter | None = None
+        waiter: Any = None
         while not request.Test():
-            waiter = waiter or transport.waiter(lambda: "waits in MPI_Iallreduce for the other ranks")
-            if transport.pause(waiter, moving=True) and transport.reported():
+            waiter = waiter or transport.watchdog(lambda: "waits in MPI_Iallreduce for the other ranks")
+            if waiter.pause(moving=True) and transport.reported():
                 raise CallMismatch("a rank has failed")
 
     def free(self) -> None:
         """Free the communicator; collective."""
-        if self._same and not self._left:  # the same on all ranks
+        if self._same and not self._kept:  # the same on all ranks
             self._comm.Free()
             self._comm = None

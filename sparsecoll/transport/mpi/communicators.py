@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -11,15 +12,14 @@ from mpi4py import MPI
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport import process
-from sparsecoll.transport.base import CALL_PARENT, FORKED, out_of_use
 from sparsecoll.transport.mpi.transport import CALL_BEFORE, FINALIZED, MpiTransport
 from sparsecoll.transport.mpi.waiting import Waiter
-from sparsecoll.transport.waiting import Abandoned
+from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Abandoned, out_of_use
 
 _keyval_lock = threading.Lock()
 _keyval: list[int] = []
 _serial = [0]  # the greatest one of this process's transports
-_forked: list[bool] = []  # not empty in a process that was forked from one that uses MPI
+_process = os.getpid()  # one that was forked from it must call nothing of MPI
 
 
 def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTransport:
@@ -34,7 +34,7 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
         CommunicationError: Not all ranks made their first call within the timeout, now or earlier; or this process was
             forked from one that uses MPI, or MPI has been finalized.
     """
-    if _forked:  # nothing of MPI may be called here
+    if os.getpid() != _process:
         raise out_of_use(FORKED, CALL_PARENT)
     if MPI.Is_finalized():  # which would abort the process
         raise out_of_use(FINALIZED, CALL_BEFORE)
@@ -57,10 +57,11 @@ def _duplicate(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | Aba
     """Return a transport over a duplicate of `comm`.
 
     MPI_Comm_dup has no timeout. Two barriers come first, so that a rank only enters it if all others do: after the
-    first barrier it knows that all ranks have come, and after the second that none of them had given up by then. The
+    first barrier it knows that all ranks are here, and after the second that none of them had timed out by then. The
     barriers are reductions, which find the serial number.
     """
-    waiter = Waiter(comm, lambda: "waits for all ranks to make their first call on the communicator", timeout)
+    what = "waits for all ranks to make their first call on the communicator"
+    waiter = Waiter(comm.rank, lambda: what, timeout, abort=partial(comm.Abort, 1))
     serial = np.array(_serial)
     for _ in range(2):
         request = comm.Iallreduce(MPI.IN_PLACE, serial, MPI.MAX)
@@ -116,12 +117,3 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
 def world(self: bool = False) -> MPI.Intracomm:
     """Return MPI.COMM_WORLD, or MPI.COMM_SELF."""
     return MPI.COMM_SELF if self else MPI.COMM_WORLD
-
-
-def _forget() -> None:
-    if MPI.Is_initialized():
-        _forked.append(True)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

@@ -1,13 +1,9 @@
-"""What MPI tells about itself, and about this machine."""
+"""The MPI library: its version, its threads, and whether it takes GPU memory."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import os
-import zlib
-from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
@@ -52,12 +48,3 @@ def takes_device_pointers(comm: MPI.Intracomm) -> bool:
         if query is not None:
             return bool(query())
     return False
-
-
-@functools.cache
-def machine() -> int:
-    """Return a number for this machine: a checksum of its name in MPI and of the boot id of its kernel."""
-    name = MPI.Get_processor_name()
-    with contextlib.suppress(OSError):
-        name += Path("/proc/sys/kernel/random/boot_id").read_text()
-    return zlib.crc32(name.encode())

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
-from sparsecoll.transport.base import FIRST_TAG, REPORT_BYTES, STALL_TAG, CallMismatch
+from sparsecoll.transport.tags import FIRST_TAG, REPORT_BYTES, STALL_TAG, CallMismatch
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
@@ -20,6 +20,8 @@ SCRATCH = np.empty(1 << 16, np.uint8)  # for messages that are discarded
 
 class IncomingMessage:
     """A message that is being received, in one or more chunks of the same tag; a full chunk says that more follow.
+
+    As a receive request it is one of `transport.expected`.
 
     Args:
         transport: receives the message.
@@ -86,19 +88,20 @@ class IncomingMessage:
         return True
 
     def _probe(self) -> bool:
-        """Match the next chunk, after what `stalled` has told; return whether there is one."""
+        """Match the next chunk, after stall notices; return whether there is one."""
         transport = self._transport
         while (message := transport.comm.Improbe(self._source, MPI.ANY_TAG, transport.status)) is not None:
             mpi_tag = transport.status.Get_tag()
             if mpi_tag != 2 * STALL_TAG:
                 break
-            transport.hear(message)
+            transport.receive_notice(message)
         else:
             return False
         self._message = message
         if self._chunks and mpi_tag >> 1 != self.tag:  # the sender failed before it had sent all chunks of the last one
             self._chunks.clear()
-        self.tag, self._gpu, self._full = mpi_tag >> 1, mpi_tag & 1 == 1, transport.full(mpi_tag)
+        self.tag, self._gpu = mpi_tag >> 1, mpi_tag & 1 == 1
+        self._full = transport.staging().chunk if self._gpu and not transport.gpu_direct else transport.chunk
         self._size = transport.status.Get_count(MPI.BYTE)
         return True
 
@@ -127,20 +130,30 @@ class IncomingMessage:
         part = None if self._into is None else self._slice_of_into(size)
         if not self._gpu:
             return empty(size, np.uint8) if part is None else part
-        staging = self._transport.staging()
-        if part is None or not staging.direct or size == 0:
-            return staging.room(size)  # type: ignore[no-any-return]
-        staging.ready()
-        return part
+        return self._transport.staging().room(size, part)  # type: ignore[no-any-return]
+
+    def wait(self) -> Buffer:
+        """Wait for the message; earlier requests of this source are served first."""
+        transport, waiter = self._transport, None
+        queue = transport.expected[self._source]
+        while not self.complete:
+            while not self.complete and queue[0].poll():
+                queue.popleft()
+            if not self.complete:
+                waiter = waiter or transport.watchdog(
+                    lambda: f"waits for a message of rank {self._source}", awaited=lambda: (self._source,)
+                )
+                waiter.pause()
+        return self.joined()
 
     def joined(self) -> Buffer:
-        """Return the whole message."""
+        """Return the whole message; nothing of one that was discarded."""
         if len(self._chunks) == 1:
             return self._chunks[0]
         into = self._into
         if into is not None and into.size == sum(c.size for c in self._chunks) and on_gpu(into) == self._gpu:
             return into  # all chunks are slices of it
-        return np.concatenate(self._chunks)
+        return np.concatenate(self._chunks) if self._chunks else SCRATCH[:0]
 
 
 def _discarding(size: int) -> MPI.Datatype:
@@ -154,21 +167,3 @@ def _discarding(size: int) -> MPI.Datatype:
     for part in (piece, again):
         part.Free()
     return whole.Commit()
-
-
-class MpiReceive(IncomingMessage):
-    """A receive request for the next message from one source; its tag must be that of the call."""
-
-    def wait(self) -> Buffer:
-        """Wait for the message; earlier requests of this source are served first."""
-        transport, waiter = self._transport, None
-        queue = transport.expected[self._source]
-        while not self.complete:
-            while not self.complete and queue[0].poll():
-                queue.popleft()
-            if not self.complete:
-                waiter = waiter or transport.waiter(
-                    lambda: f"waits for a message of rank {self._source}", awaited=lambda: (self._source,)
-                )
-                transport.pause(waiter)
-        return self.joined()

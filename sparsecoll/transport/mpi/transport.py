@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,24 +17,14 @@ from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import process
-from sparsecoll.transport.base import (
-    CALL_PARENT,
-    ERROR_TAG,
-    FIRST_TAG,
-    FORKED,
-    NUMBERS,
-    PHASES,
-    REVOKE_TAG,
-    STALL_TAG,
-    Transport,
-    out_of_use,
-    parts_of,
-    report_of,
-)
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.launcher import machine
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
-from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
+from sparsecoll.transport.mpi.messages import IncomingMessage
 from sparsecoll.transport.mpi.waiting import Waiter
+from sparsecoll.transport.tags import ERROR_TAG, FIRST_TAG, NUMBERS, PHASES, REVOKE_TAG, STALL_TAG, parts_of, report_of
+from sparsecoll.transport.waiting import CALL_PARENT, FORKED
 
 T = TypeVar("T")
 
@@ -56,69 +45,42 @@ class MpiTransport(Transport):
     """
 
     native_sums = True
+    waits_by = Waiter
     cure = "continue with a new one, such as MPI.COMM_WORLD.Dup()"
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
+        self.abort = partial(comm.Abort, 1)
         self.chunk = CHUNK
         self.status = MPI.Status()
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
-        self.expected: list[deque[MpiReceive]] = [deque() for _ in range(self.size)]
+        self.expected: list[deque[IncomingMessage]] = [deque() for _ in range(self.size)]
         self._sources: set[int] = set()  # from which something may be expected
         self._sends: deque[tuple[Any, Buffer, int]] = deque()
-        self._telling: list[tuple[Any, Buffer]] = []
+        self._notices_sent: list[tuple[Any, Buffer]] = []
         self._kept: list[Any] = []
-        self._revoked = False  # whether this rank has revoked the communicator
         self._leaving: Any = None  # the barrier of ranks whose programs have ended
-        self._direct: bool | None = None
-        self._staging: Any = None
         self.native_sum = NativeSum(self)
-
-    now = staticmethod(time.perf_counter)
 
     @property
     def one_node(self) -> bool:  # type: ignore[override]
         """Whether all ranks are on one machine; known from the first call on, see collectives.node_members."""
         return self.nodes is not None and len(self.nodes) == 1
 
+    @cached_property
+    def gpu_direct(self) -> bool:  # type: ignore[override]
+        """Whether this MPI accepts device pointers, see `info.takes_device_pointers`."""
+        return info.takes_device_pointers(self.comm)
+
     def node(self) -> int:
-        return info.machine()
+        return machine()
 
     # -- waiting and failures
 
-    def waiter(
-        self,
-        what: Callable[[], str],
-        error: Exception | None = None,
-        awaited: Callable[[], Iterable[int]] | None = None,
-    ) -> Waiter:
-        """Return a Waiter with the timeout of the current call.
-
-        Args:
-            what: see Waiter.
-            error: see Waiter.
-            awaited: returns the ranks that may be in another call; None, the default, if none is.
-        """
-        return Waiter(self.comm, what, self.timeout, error, awaited and partial(self.stalled, awaited))
-
-    def pause(self, waiter: Waiter, moving: bool = False) -> bool:
-        """Pause between two polls; return whether that was a sleep. After the timeout the communicator is broken.
-
-        Args:
-            waiter: of the event.
-            moving: see `Waiter.pause`.
-        """
-        try:
-            return waiter.pause(moving)
-        except CommunicationError as error:
-            self.broken = str(error)
-            raise
-
     def lost(self, what: str, error: MPI.Exception) -> CommunicationError:
         """Mark the communicator as broken by an error of MPI, and return the exception to raise."""
-        self.broken = f"rank {self.rank} failed in {what}: {error.Get_error_string()}"
-        return CommunicationError(self.broken)
+        return self.fail(f"rank {self.rank} failed in {what}: {error.Get_error_string()}")
 
     def recorded(self, step: Callable[[], T], what: str, peer: int) -> T:
         """Call MPI and record what it has done; an exception in between leaves the communicator broken."""
@@ -133,22 +95,19 @@ class MpiTransport(Transport):
 
     def _check(self) -> None:
         if MPI.Is_finalized():  # any other function of MPI would abort the process
-            self.broken, self.cure = FINALIZED, CALL_BEFORE
-            self._revoked = True  # the others are told nothing
-        if self.broken:
-            raise out_of_use(self.broken, self.cure)
+            self.retire(FINALIZED, CALL_BEFORE)
+        super()._check()
 
     # -- sending
 
-    def _isend(self, destination: int, buffer: Buffer) -> None:
-        self._check()
-        self._post(destination, buffer, self._mpi_tag())
+    def _mpi_tag(self, tag: int) -> int:
+        if tag < FIRST_TAG:
+            return tag + self.calls % PHASES if tag == ERROR_TAG else tag
+        return FIRST_TAG + (tag - FIRST_TAG) % (PHASES * NUMBERS)
 
-    def _mpi_tag(self) -> int:
-        return FIRST_TAG + (self.tag - FIRST_TAG) % (PHASES * NUMBERS)
-
-    def _post(self, destination: int, buffer: Buffer, tag: int) -> None:
-        """Start sending in chunks; the lowest bit of MPI's tag tells messages from GPU memory."""
+    def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
+        """Start sending in chunks; the lowest bit of MPI's tag is set for messages from GPU memory."""
+        tag = self._mpi_tag(tag)
 
         def start(chunk: Buffer, mpi_tag: int) -> None:
             self._sends.append((self.comm.Isend([chunk, MPI.BYTE], destination, mpi_tag), chunk, destination))
@@ -165,7 +124,7 @@ class MpiTransport(Transport):
             self.recorded(partial(start, chunk, mpi_tag), "sending to rank", destination)
 
     def waitall(self) -> None:
-        waiter: Waiter | None = None
+        waiter: Any = None
         with span("wait"):
             while self._sends:
                 try:
@@ -175,16 +134,15 @@ class MpiTransport(Transport):
                 if sent:
                     self._sends.popleft()
                     continue
-                waiter = waiter or self.waiter(
+                waiter = waiter or self.watchdog(
                     lambda: "waits for its own sends to complete", awaited=lambda: {send[2] for send in self._sends}
                 )
-                self.pause(waiter)
+                waiter.pause()
 
     # -- receiving
 
-    def _irecv(self, source: int, into: Buffer | None) -> MpiReceive:
-        self._check()
-        request = MpiReceive(self, source, into, self._mpi_tag())
+    def _irecv(self, source: int, into: Buffer | None) -> IncomingMessage:
+        request = IncomingMessage(self, source, into, self._mpi_tag(self.tag))
         self.expected[source].append(request)
         self._sources.add(source)
         return request
@@ -207,82 +165,48 @@ class MpiTransport(Transport):
 
     # -- ranks in different calls
 
-    def _tell(self, peer: int, message: Buffer) -> None:
+    def _notify(self, peer: int, message: Buffer) -> None:
         def start() -> None:
-            self._telling = [sending for sending in self._telling if not sending[0].Test()]
-            self._telling.append((self.comm.Isend([message, MPI.BYTE], peer, 2 * STALL_TAG), message))
+            self._notices_sent = [sent for sent in self._notices_sent if not sent[0].Test()]
+            self._notices_sent.append((self.comm.Isend([message, MPI.BYTE], peer, 2 * STALL_TAG), message))
 
         self.recorded(start, "sending to rank", peer)
 
-    def _listen(self) -> None:
-        def heard() -> bool:
+    def _receive_notices(self) -> None:
+        def received() -> bool:
             message = self.comm.Improbe(MPI.ANY_SOURCE, 2 * STALL_TAG, self.status)
             if message is not None:
-                self.hear(message)
+                self.receive_notice(message)
             return message is not None
 
-        while self.recorded(heard, "receiving what was told to rank", self.rank):
+        while self.recorded(received, "receiving stall notices to rank", self.rank):
             pass
 
-    def hear(self, message: Any) -> None:
-        """Receive a message of `stalled`, which has been probed."""
-        source, told = self.status.Get_source(), np.empty(16, np.uint8)
-        message.Recv([told, MPI.BYTE])
-        self._hear(source, told)
-
-    # -- messages in GPU memory
-
-    @property
-    def gpu_direct(self) -> bool:  # type: ignore[override]
-        """Whether this MPI accepts device pointers, see `info.takes_device_pointers`."""
-        if self._direct is None:
-            self._direct = info.takes_device_pointers(self.comm)
-        return self._direct
-
-    def staging(self) -> Any:
-        """Return what moves messages from and to GPU memory; needs CuPy."""
-        if self._staging is None:
-            from sparsecoll.transport.staging import Staging
-
-            self._staging = Staging(self.gpu_direct)
-        return self._staging
-
-    def full(self, mpi_tag: int) -> int:
-        """Return the bytes of a full chunk, after which another one follows."""
-        if mpi_tag & 1 and not self.gpu_direct:
-            return self.staging().chunk  # type: ignore[no-any-return]
-        return self.chunk
+    def receive_notice(self, message: Any) -> None:
+        """Receive a stall notice, which has been probed."""
+        source, notice = self.status.Get_source(), np.empty(16, np.uint8)
+        message.Recv([notice, MPI.BYTE])
+        self._keep_notice(source, notice)
 
     # -- reports of errors
 
-    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
-        self._check()
-        self._send_to_all(report, ERROR_TAG + self.calls % PHASES)
-        channels: dict[int, IncomingMessage] = {}
+    def _until_reports(self, missing: list[int], error: Exception | None) -> Iterator[tuple[int, int, Buffer]]:
+        channels = []
         for source, queue in enumerate(self.expected):  # the first chunks of a message may be here
-            channels[source] = queue[0] if queue else IncomingMessage(self, source)
+            channels.append(queue[0] if queue else IncomingMessage(self, source))
             channels[source].expected = None
             queue.clear()
-        del channels[self.rank]
-        reports: list[Buffer | None] = [None] * self.size
-        waiter = self.waiter(lambda: f"waits for the report of rank {', '.join(map(str, channels))}", error)
-        while channels:
+        waiter = self.watchdog(lambda: f"waits for the report of rank {', '.join(map(str, missing))}", error)
+        while missing:
             arrived = False
-            for source, incoming in list(channels.items()):
-                if not incoming.poll(keep=False):
-                    continue
-                arrived = True
-                if incoming.tag >= FIRST_TAG:
-                    channels[source] = IncomingMessage(self, source)
-                    continue
-                reports[source] = incoming.joined()
-                del channels[source]
-                if incoming.tag == REVOKE_TAG:
-                    return reports
+            for source in list(missing):
+                incoming = channels[source]
+                if incoming.poll(keep=False):
+                    arrived, channels[source] = True, IncomingMessage(self, source)
+                    yield source, incoming.tag, incoming.joined()
             if not arrived:
-                self.pause(waiter)
+                waiter.pause()
         self.waitall()
-        return reports
 
     def reported(self) -> bool:
         """Return whether there is a report of an error in this call, or of a communicator that is broken.
@@ -293,14 +217,11 @@ class MpiTransport(Transport):
         return any(self.comm.Iprobe(MPI.ANY_SOURCE, 2 * tag) for tag in tags)
 
     def revoke(self, report: Buffer) -> None:
-        if self._revoked:
-            return
-        self._revoked = True
         with contextlib.suppress(CommunicationError):
-            self._send_to_all(report, REVOKE_TAG)
+            super().revoke(report)
 
     def leave(self) -> bool:
-        """See Transport: all ranks have ended their programs, or this one tells those that wait for it or will do so.
+        """See Transport: all ranks have ended their programs, or others wait for this one, which then revokes.
 
         MPI_Finalize would wait for them, without a word, and they for this rank.
         """
@@ -319,22 +240,15 @@ class MpiTransport(Transport):
 
     def _is_awaited(self) -> bool:
         """Return whether a rank makes a call that this one has not made."""
-        self._listen()
-        told = any(parts_of(tag)[0] > self.calls for tag in self.told.values())
-        return told or self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        self._receive_notices()
+        ahead = any(parts_of(tag)[0] > self.calls for tag in self.notices.values())
+        return ahead or self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     def close(self) -> None:
-        """Refuse later calls, such as those of plans: the user's communicator has been freed."""
-        self.broken = self.broken or "it was freed, which ends its plans, too"
-        self._revoked = True  # the others are told nothing: they have freed it as well
+        """Refuse later calls, such as those of plans: the user's communicator has been freed, on all ranks."""
+        self.retire(self.broken or "it was freed, which ends its plans, too", self.cure)
 
     def forked(self) -> None:
         """Refuse calls: the other ranks would take their messages for those of the process that was forked."""
         super().forked()
-        self.broken, self.cure = FORKED, CALL_PARENT
-        self._revoked = True  # the others are told nothing
-
-    def _send_to_all(self, report: Buffer, tag: int) -> None:
-        for peer in range(self.size):
-            if peer != self.rank:
-                self._post(peer, report, tag)
+        self.retire(FORKED, CALL_PARENT)

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from functools import partial
-
-from mpi4py import MPI
 
 from sparsecoll.transport.waiting import Watchdog
 
@@ -23,26 +20,9 @@ yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # sleep(0) take
 
 
 class Waiter(Watchdog):
-    """Call `pause` between polls for one event.
+    """Call `pause` between polls for one event."""
 
-    Args:
-        comm: communicator of the rank that waits.
-        what: says what the rank does, such as "waits for a message of rank 2".
-        timeout: seconds until CommunicationError is raised; None for no limit.
-        error: exception raised on this rank before; the first warning comes sooner and shows it.
-        on_stall: see Watchdog.
-    """
-
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        what: Callable[[], str],
-        timeout: float | None,
-        error: Exception | None = None,
-        on_stall: Callable[[bool], None] | None = None,
-    ) -> None:
-        super().__init__(comm.rank, what, timeout, error, partial(comm.Abort, 1), on_stall)
-        self._seconds, self._polls = SHORTEST_SECONDS, 1
+    _seconds, _polls = SHORTEST_SECONDS, 1
 
     def pause(self, moving: bool = False) -> bool:
         """Let some time pass; log a warning when it is due.

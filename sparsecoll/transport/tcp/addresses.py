@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 import os
 import secrets
 import socket
 import struct
 import sys
-import zlib
 from contextlib import suppress
 from pathlib import Path
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # environment variables of torch.distributed: a network's name
 ELSEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737): the way to it is the default route
-
-
-@functools.cache
-def machine() -> int:
-    """Return a number for this machine: a checksum of its name and of the boot id of its kernel."""
-    name = socket.gethostname()
-    with suppress(OSError):
-        name += Path("/proc/sys/kernel/random/boot_id").read_text()
-    return zlib.crc32(name.encode())
 
 
 def listen(backlog: int) -> tuple[socket.socket, str]:
@@ -105,13 +94,14 @@ def interface_address(variable: str, name: str) -> str:
 
 
 def _ipv4(name: str) -> str:
-    if not sys.platform.startswith("linux"):
-        return ""
     import fcntl
 
+    number = (
+        0x8915 if sys.platform.startswith("linux") else 0xC0206921
+    )  # SIOCGIFADDR; the other one is that of macOS and BSD
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        return socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])  # SIOCGIFADDR
+        return socket.inet_ntoa(fcntl.ioctl(probe, number, request)[20:24])
     return ""
 
 

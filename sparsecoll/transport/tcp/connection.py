@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
-from sparsecoll.transport.base import FIRST_TAG, REPORT_BYTES
+from sparsecoll.transport.tags import FIRST_TAG, REPORT_BYTES
 
 FIELDS = struct.Struct("<QBQ")  # tag, 1 for a message from GPU memory, bytes
 CHECK_BYTES = 4  # of the checksum that precedes them, of these fields and the number of the message on its connection
@@ -45,23 +45,24 @@ class IncomingMessage:
         into: memory for the message, used if it has the message's size and is where the message comes from (host or
             GPU); None for memory of its own.
         staging: copies what has arrived to the GPU; None for a message in host memory.
+        discarded: whether nobody reads the message, which then has no memory (default: False).
 
     Attributes:
         missing: number of bytes that have not arrived.
     """
 
-    def __init__(self, tag: int, size: int, into: Buffer | None, staging: Any) -> None:
+    def __init__(self, tag: int, size: int, into: Buffer | None, staging: Any, discarded: bool = False) -> None:
         self.tag = tag
         self.size = self.missing = size
-        self._staging = staging
+        self._staging, self._discarded, self._start = staging, discarded, 0
         fits = into is not None and into.size == size and on_gpu(into) == (staging is not None)
-        if staging is None:
-            memory: Any = into if fits else empty(size, np.uint8)
-            self._host, self._start = memoryview(memory), 0
-            self.buffer: Buffer = memory
-        else:
-            self.buffer = into if fits else staging.memory(size)  # type: ignore[assignment]
+        self.buffer: Any = None
+        if staging is not None:
+            self.buffer = into if fits else staging.memory(size)
             self._next_piece()
+        elif not discarded:
+            self.buffer = into if fits else empty(size, np.uint8)
+            self._host = memoryview(self.buffer)
 
     def _next_piece(self) -> None:
         """Make host memory for the next piece of a message for the GPU."""
@@ -71,29 +72,15 @@ class IncomingMessage:
 
     def rest(self) -> memoryview:
         """Return the memory for the next bytes."""
-        return self._host[self.size - self.missing - self._start :]
+        return SCRATCH[: self.missing] if self._discarded else self._host[self.size - self.missing - self._start :]
 
     def arrived(self, count: int) -> None:
-        """Take note that the next `count` bytes have arrived."""
+        """Count the next `count` bytes, which have arrived."""
         self.missing -= count
         end = self.size - self.missing
         if self._staging is not None and end - self._start == len(self._host):
             self._staging.arrived(self._piece, self.buffer[self._start : end])
             self._next_piece()
-
-
-class DiscardedMessage(IncomingMessage):
-    """A message that is received piece by piece into memory that nobody reads; for the attributes see there."""
-
-    def __init__(self, tag: int, size: int) -> None:
-        self.tag = tag
-        self.missing = size
-
-    def rest(self) -> memoryview:
-        return SCRATCH[: self.missing]
-
-    def arrived(self, count: int) -> None:
-        self.missing -= count
 
 
 class Connection:
@@ -179,7 +166,7 @@ class Connection:
             self._torn_out = before
 
     def check_host(self) -> None:
-        """Look whether the peer's host is there, if the kernel has asked it more than once.
+        """Check that the peer's host is there, if the kernel has asked it more than once.
 
         The keepalive of TCP does not ask while data is on its way, and TCP_USER_TIMEOUT would also end a connection
         whose peer is there but takes nothing.
@@ -254,7 +241,7 @@ class Connection:
             admit(tag, size)
             message = IncomingMessage(tag, size, into, self._staging() if gpu else None)
         else:
-            message = DiscardedMessage(tag, size)
+            message = IncomingMessage(tag, size, None, None, discarded=True)
         self._received += 1
         return message
 

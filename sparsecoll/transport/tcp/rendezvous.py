@@ -22,57 +22,29 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sparsecoll.errors import CommunicationError
+from sparsecoll.transport.launcher import machine
 from sparsecoll.transport.tcp import addresses
 from sparsecoll.transport.tcp.transport import TcpTransport
 from sparsecoll.transport.waiting import Watchdog
 
+if TYPE_CHECKING:
+    from sparsecoll.transport.process_groups import StoreMeeting
+
 SECRET = "SPARSECOLL_SECRET"
 SECRET_BYTES, NONCE_BYTES, PROOF_BYTES, RANK_BYTES = 16, 16, 32, 4  # of a secret at least
 STRANGERS = 100  # that may wait at the port besides the ranks
-TICK_SECONDS = 0.2  # between looks at what has happened to other ranks, and calls at the addresses of one rank
+TICK_SECONDS = 0.2  # between checks of whether a rank has failed, and calls at the addresses of one rank
 ANSWER_SECONDS = 20.0  # for which a rank may be busy before it is called at its next address, too
 AGAIN_SECONDS = 0.02  # before a rank is called again that had too many callers
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is off is lost after a minute
 
 
-class Meeting(Protocol):
-    """Where the ranks of one communicator leave messages for each other before they are connected.
-
-    Attributes:
-        rank: rank of this process.
-        size: number of ranks.
-    """
-
-    rank: int
-    size: int
-
-    def put(self, entry: str) -> None:
-        """Leave this rank's entry."""
-        ...
-
-    def entries(self) -> list[str] | None:
-        """Return all ranks' entries; None if some are not there yet."""
-        ...
-
-    def clear(self) -> None:
-        """Remove this rank's entry, which all ranks have read: a job that is restarted may meet at the same place."""
-        ...
-
-    def fail(self, why: str) -> None:
-        """Tell all ranks that this one cannot be connected."""
-        ...
-
-    def failed(self) -> str:
-        """Return what a rank has reported by `fail`; "" if none has."""
-        ...
-
-
 @dataclass
 class Peer:
-    """What a rank tells the others about itself."""
+    """What the others know of a rank."""
 
     host: str
     port: int
@@ -86,7 +58,7 @@ class Peer:
         return _proof(secret, "entry", rank, text.encode()).hex() + text
 
 
-def connect(meeting: Meeting, timeout: float | None = None, secret: str | bytes | None = None) -> TcpTransport:
+def connect(meeting: StoreMeeting, timeout: float | None = None, secret: str | bytes | None = None) -> TcpTransport:
     """Return the transport of the ranks that meet; all of them must call this.
 
     Args:
@@ -106,7 +78,7 @@ def connect(meeting: Meeting, timeout: float | None = None, secret: str | bytes 
             local, name = addresses.listen_locally(meeting.size + STRANGERS)
             listeners = [stack.enter_context(one) for one in (listener, local) if one is not None]
             nonce = secrets.token_hex(NONCE_BYTES)
-            own = Peer(host, listener.getsockname()[1], nonce, addresses.machine(), name)
+            own = Peer(host, listener.getsockname()[1], nonce, machine(), name)
             meeting.put(own.entry(rank, known))
             entries = _entries(meeting, watchdog)
             key = _proof(known, "key", *entries)
@@ -139,7 +111,7 @@ def _proof(key: bytes, *parts: str | int | bytes) -> bytes:
     return hmac.digest(key, repr(parts).encode(), "sha256")
 
 
-def _entries(meeting: Meeting, watchdog: Watchdog) -> list[str]:
+def _entries(meeting: StoreMeeting, watchdog: Watchdog) -> list[str]:
     pause = 0.001
     while True:
         _check(meeting, watchdog)
@@ -161,7 +133,7 @@ def _peers(entries: list[str], rank: int, secret: bytes) -> list[Peer]:
     return [Peer(**json.loads(entry[2 * PROOF_BYTES :])) for entry in entries]
 
 
-def _check(meeting: Meeting, watchdog: Watchdog) -> None:
+def _check(meeting: StoreMeeting, watchdog: Watchdog) -> None:
     if why := meeting.failed():
         raise CommunicationError(why)
     watchdog.check()
@@ -176,7 +148,7 @@ class _Handshake:
         peer: the rank that this one has called; None if it was called itself.
         way: the family and the address that were called.
         nonces: that of the rank that was called, and that of the caller.
-        heard: what the other end has sent.
+        received: bytes that the other end has sent.
     """
 
     socket: socket.socket
@@ -184,7 +156,7 @@ class _Handshake:
     peer: int | None = None
     way: tuple[int, Any] = (0, "")
     nonces: bytes = b""
-    heard: bytes = b""
+    received: bytes = b""
 
 
 class _Party:
@@ -235,8 +207,8 @@ class _Party:
                     self._go_on(self._handshakes[number])
 
     def close(self) -> None:
-        for left in (*self.sockets.values(), *(handshake.socket for handshake in self._handshakes.values())):
-            left.close()
+        for one in (*self.sockets.values(), *(handshake.socket for handshake in self._handshakes.values())):
+            one.close()
 
     def _watch(self, handshake: _Handshake) -> None:
         handshake.socket.setblocking(False)
@@ -267,7 +239,7 @@ class _Party:
             self._drop(callers.pop(0))
         try:
             accepted = listener.accept()[0]
-        except OSError as error:  # the caller has given up, or this process has no descriptor left
+        except OSError as error:  # the caller has closed it, or this process has no descriptor left
             full = error.errno in (errno.EMFILE, errno.ENFILE)
             if full and not callers:
                 raise
@@ -289,7 +261,7 @@ class _Party:
         return True
 
     def _go_on(self, handshake: _Handshake) -> None:
-        """Take what has come."""
+        """Receive the bytes that have arrived."""
         try:
             data = handshake.socket.recv(handshake.missing)
         except BlockingIOError:
@@ -297,20 +269,20 @@ class _Party:
         except OSError as error:
             self._drop(handshake, error.strerror or str(error))
             return
-        handshake.heard += data
+        handshake.received += data
         handshake.missing -= len(data)
         if not data:
             self._drop(handshake, "no answer: it has given up or ended")
         elif not handshake.missing:
-            heard, handshake.heard = handshake.heard, b""
-            self._take(handshake, heard)
+            received, handshake.received = handshake.received, b""
+            self._take(handshake, received)
 
-    def _take(self, handshake: _Handshake, heard: bytes) -> None:
+    def _take(self, handshake: _Handshake, received: bytes) -> None:
         """Greet, answer, or take an answer; keep a connection whose other end has proved that it belongs to the job."""
         own, peer = self._rank, handshake.peer
         if peer is None:
-            caller, proof = int.from_bytes(heard[:RANK_BYTES], "little"), heard[-PROOF_BYTES:]
-            handshake.nonces += heard[RANK_BYTES:-PROOF_BYTES]
+            caller, proof = int.from_bytes(received[:RANK_BYTES], "little"), received[-PROOF_BYTES:]
+            handshake.nonces += received[RANK_BYTES:-PROOF_BYTES]
             known = hmac.compare_digest(proof, _proof(self._key, "call", caller, own, handshake.nonces))
             if not known or caller in self.sockets or caller >= own:
                 self._drop(handshake)
@@ -318,10 +290,10 @@ class _Party:
                 self._keep(handshake, caller)
         elif not handshake.nonces:
             nonce, handshake.missing = secrets.token_bytes(NONCE_BYTES), PROOF_BYTES
-            handshake.nonces = heard + nonce
+            handshake.nonces = received + nonce
             proof = _proof(self._key, "call", own, peer, handshake.nonces)
             self._send(handshake, own.to_bytes(RANK_BYTES, "little") + nonce + proof)
-        elif hmac.compare_digest(heard, _proof(self._key, "answer", own, peer, handshake.nonces)):
+        elif hmac.compare_digest(received, _proof(self._key, "answer", own, peer, handshake.nonces)):
             self._keep(handshake, peer)
         else:
             self._drop(handshake, "a wrong answer, of another program", again=False)

@@ -7,43 +7,32 @@ import math
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
-from sparsecoll.transport.base import (
-    CALL_PARENT,
-    ERROR_TAG,
-    FIRST_TAG,
-    FORKED,
-    REVOKE_TAG,
-    STALL_TAG,
-    CallMismatch,
-    Transport,
-)
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.tags import FIRST_TAG, STALL_TAG, CallMismatch
 from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
-from sparsecoll.transport.waiting import Watchdog
+from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Watchdog
 
-LOOK_SECONDS = 5.0  # between looks at the hosts of a rank that waits
+HOST_SECONDS = 5.0  # between checks of the hosts of all ranks, by a rank that waits
 FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends its report
 
 
+@dataclass(slots=True)
 class TcpReceive:
     """A receive request for the next message from one source; its tag must be `tag`, if that is not None."""
 
-    __slots__ = ("_room", "_transport", "connection", "into", "message", "tag")
-
-    def __init__(self, transport: TcpTransport, connection: Connection, into: Buffer | None, tag: int | None) -> None:
-        self._transport = transport
-        self.connection = connection
-        self.into = into
-        self.tag = tag
-        self._room = transport.room
-        self.message: IncomingMessage | None = None
+    _transport: TcpTransport
+    _room: int
+    connection: Connection
+    into: Buffer | None
+    tag: int | None
+    message: IncomingMessage | None = None
 
     def admit(self, tag: int, size: int) -> None:
         """Refuse a message that is not the one expected, or longer than any that the call can hold."""
@@ -60,7 +49,7 @@ class TcpReceive:
             watchdog = transport.watchdog(lambda: f"waits for a message of rank {source}", awaited=lambda: (source,))
             while self.message is None:
                 transport.poll(watchdog)
-        return self.message.buffer
+        return self.message.buffer  # type: ignore[no-any-return]
 
 
 class TcpTransport(Transport):
@@ -89,8 +78,6 @@ class TcpTransport(Transport):
         self._connections = {c.socket.fileno(): c for c in (*self._outgoing, self._incoming[rank])}
         self._poll = select.poll()
         self._sends: set[Connection] = set()
-        self._revoked = False  # whether this rank has revoked the communicator
-        self._staging: Any = None
 
     @property
     def chunk(self) -> int:
@@ -102,17 +89,8 @@ class TcpTransport(Transport):
         for connection in self._outgoing:
             connection.chunk = size
 
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def node(self) -> int:
-        return self._machines[self.rank]
-
-    def located(self) -> list[list[int]]:
-        members: dict[int, list[int]] = {}
-        for rank, machine in enumerate(self._machines):
-            members.setdefault(machine, []).append(rank)
-        return list(members.values())
+    def machines(self) -> list[int]:
+        return self._machines
 
     def close(self, why: str = "it was closed") -> None:
         """Close all connections, after the nonblocking calls that are under way."""
@@ -122,17 +100,16 @@ class TcpTransport(Transport):
         self._abandon(why)
 
     def leave(self) -> bool:
-        """Read what others have told: where data are unread, closing a socket also discards data on their way."""
+        """Read stall notices: where data are unread, closing a socket also discards data on their way."""
         if not self.broken:
             with contextlib.suppress(CallMismatch):
-                self._listen()
+                self._receive_notices()
         return True
 
     def forked(self) -> None:
         """Close the copies of the sockets, or peers would not notice when the process that was forked ends."""
         super().forked()
-        self.broken, self.cure = FORKED, CALL_PARENT
-        self._revoked = True  # the others are told nothing
+        self.retire(FORKED, CALL_PARENT)
         self._abandon(FORKED)
 
     def interrupt(self, why: str) -> None:
@@ -151,21 +128,6 @@ class TcpTransport(Transport):
 
     # -- waiting and failures
 
-    def watchdog(
-        self,
-        what: Callable[[], str],
-        error: Exception | None = None,
-        awaited: Callable[[], Iterable[int]] | None = None,
-    ) -> Watchdog:
-        """Return a Watchdog with the timeout of the current call.
-
-        Args:
-            what: see Watchdog.
-            error: see Watchdog.
-            awaited: returns the ranks that may be in another call; None, the default, if none is.
-        """
-        return Watchdog(self.rank, what, self.timeout, error, on_stall=awaited and partial(self.stalled, awaited))
-
     def poll(self, watchdog: Watchdog) -> None:
         """Wait until something arrives or can be sent, and receive and send that.
 
@@ -173,12 +135,7 @@ class TcpTransport(Transport):
             CommunicationError: The timeout is over, or a rank is lost; the communicator is broken.
             CallMismatch: A message of another call has arrived, or could not be sent.
         """
-        try:
-            patience = watchdog.check()
-        except CommunicationError as error:
-            self.broken = str(error)
-            raise
-        if not self._poll_once(min(patience, LOOK_SECONDS)):
+        if not self._poll_once(min(watchdog.check(), HOST_SECONDS)):
             for connection in self._outgoing:
                 try:
                     connection.check_host()
@@ -187,8 +144,7 @@ class TcpTransport(Transport):
 
     def _lost(self, connection: Connection, error: Disconnected) -> CommunicationError:
         """Mark the communicator as broken by the loss of a rank, and return the exception to raise."""
-        self.broken = f"rank {self.rank} lost rank {connection.peer}: {error}"
-        return CommunicationError(self.broken)
+        return self.fail(f"rank {self.rank} lost rank {connection.peer}: {error}")
 
     def _poll_once(self, seconds: float) -> bool:
         ready = self._poll.poll(math.ceil(1000 * max(seconds, 0)))
@@ -213,11 +169,7 @@ class TcpTransport(Transport):
 
     # -- sending
 
-    def _isend(self, destination: int, buffer: Buffer) -> None:
-        self._check()
-        self._post(destination, buffer, self.tag)
-
-    def _post(self, destination: int, buffer: Buffer, tag: int) -> None:
+    def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
         connection, gpu = self._outgoing[destination], on_gpu(buffer)
         pieces = self.staging().sendable(buffer, CHUNK) if gpu else (buffer,)
         try:
@@ -252,12 +204,11 @@ class TcpTransport(Transport):
     # -- receiving
 
     def _irecv(self, source: int, into: Buffer | None) -> TcpReceive:
-        self._check()
         return self._expect(source, into, self.tag)
 
     def _expect(self, source: int, into: Buffer | None, tag: int | None) -> TcpReceive:
         connection = self._incoming[source]
-        request = TcpReceive(self, connection, into, tag)
+        request = TcpReceive(self, self.room, connection, into, tag)
         connection.expected.append(request)
         self._watch(connection)
         return request
@@ -282,65 +233,52 @@ class TcpTransport(Transport):
                 return
             message = connection.take()
             if tag == STALL_TAG:
-                self._hear(connection.peer, message.buffer)
+                self._keep_notice(connection.peer, message.buffer)
                 continue
             request.message = message
             connection.expected.popleft()
         self._watch(connection)
 
-    def _tell(self, peer: int, message: Buffer) -> None:
+    def _notify(self, peer: int, message: Buffer) -> None:
         with contextlib.suppress(CallMismatch):  # whoever waits for a rank finds that it is gone
-            self._post(peer, message, STALL_TAG)
+            self._isend(peer, message, STALL_TAG)
 
-    def _listen(self) -> None:
-        """See Transport; what was told stays behind a message that is not expected, but its tag tells as much."""
+    def _receive_notices(self) -> None:
+        """See Transport; a notice stays behind a message that is not expected, but the tag of that says as much."""
         for connection in self._incoming:
             with contextlib.suppress(Disconnected):
                 while (tag := connection.next_tag()) == STALL_TAG and connection.poll():
-                    self._hear(connection.peer, connection.take().buffer)
+                    self._keep_notice(connection.peer, connection.take().buffer)
             if tag >= FIRST_TAG:
-                self.told[connection.peer] = tag
+                self.notices[connection.peer] = tag
 
     def progress(self) -> None:
         self._poll_once(0)
 
-    def staging(self) -> Any:
-        """Return what copies messages from and to GPU memory; needs CuPy."""
-        if self._staging is None:
-            from sparsecoll.transport.staging import Staging
-
-            self._staging = Staging(direct=False)
-        return self._staging
-
     # -- reports of errors
 
-    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
-        self._check()
-        self._send_to_all(report, ERROR_TAG)
-        peers = [peer for peer in range(self.size) if peer != self.rank]
-        for connection in self._incoming:
-            connection.expected.clear()
-            self._watch(connection)
-        requests = {peer: self._expect(peer, None, None) for peer in peers}
-        reports: list[Buffer | None] = [None] * self.size
-        watchdog = self.watchdog(lambda: f"waits for the report of rank {', '.join(map(str, requests))}", error)
-        for peer in peers:
+    def _until_reports(self, missing: list[int], error: Exception | None) -> Iterator[tuple[int, int, Buffer]]:
+        self._expect_nothing()
+        requests = {peer: self._expect(peer, None, None) for peer in missing}
+        watchdog = self.watchdog(lambda: f"waits for the report of rank {', '.join(map(str, missing))}", error)
+        for peer in missing:
             self.serve(self._incoming[peer])
-        while requests:
-            for peer, message in [(p, r.message) for p, r in requests.items() if r.message is not None]:
-                if message.tag not in (ERROR_TAG, REVOKE_TAG):
-                    requests[peer] = self._expect(peer, None, None)
-                    continue
-                reports[peer] = message.buffer
-                del requests[peer]
-                if message.tag == REVOKE_TAG:
-                    return reports
-            if requests:
+        while missing:
+            for peer, message in [(peer, requests[peer].message) for peer in missing]:
+                if message is not None:
+                    yield peer, message.tag, message.buffer
+                    if peer in missing:
+                        requests[peer] = self._expect(peer, None, None)
+            if missing:
                 self._poll_for_reports(watchdog)
         watchdog = self.watchdog(self._waits_for_sends, error)
         while self._sends:
             self._poll_for_reports(watchdog)
-        return reports
+
+    def _expect_nothing(self) -> None:
+        for connection in self._incoming:
+            connection.expected.clear()
+            self._watch(connection)
 
     def _poll_for_reports(self, watchdog: Watchdog) -> None:
         with contextlib.suppress(CallMismatch):  # a report cannot be sent: its receiver has sent one, or is lost
@@ -348,13 +286,10 @@ class TcpTransport(Transport):
 
     def revoke(self, report: Buffer) -> None:
         """Send a report to all ranks and wait for none; a rank that does not take it finds the connection closed."""
-        if self._revoked:
+        if self.revoked:
             return
-        self._revoked = True
-        for connection in self._incoming:
-            connection.expected.clear()
-            self._watch(connection)
-        self._send_to_all(report, REVOKE_TAG)
+        self._expect_nothing()
+        super().revoke(report)
         deadline = time.monotonic() + FAREWELL_SECONDS
         while self._sends and time.monotonic() < deadline:
             with contextlib.suppress(CallMismatch):
@@ -362,9 +297,3 @@ class TcpTransport(Transport):
         for connection in self._sends:
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_RDWR)
-
-    def _send_to_all(self, report: Buffer, tag: int) -> None:
-        for peer in range(self.size):
-            if peer != self.rank:
-                with contextlib.suppress(CallMismatch):  # what it sent before it was gone tells more
-                    self._post(peer, report, tag)

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import types
 
 from sparsecoll.kernels.cpu.intrinsics.target import BLOCK, LANES, REGISTER, SET
-from sparsecoll.kernels.cpu.intrinsics.words import cgutils, data_of, intrinsic, magnitude_of, prefetch_at
+from sparsecoll.kernels.cpu.intrinsics.words import call, cgutils, data_of, fetch, intrinsic, load, magnitude_of, store
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 AHEAD = 1024  # items from a block to the one that is loaded meanwhile
@@ -25,27 +25,6 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(I32, 0))
     zeros = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
-
-
-def _load(builder: Any, data: Any, offset: Any, lanes: int = LANES) -> Any:
-    vector = ir.VectorType(data.type.pointee, lanes)
-    loaded = builder.load(builder.bitcast(builder.gep(data, [offset]), vector.as_pointer()))
-    loaded.align = 1
-    return loaded
-
-
-def _store(builder: Any, value: Any, data: Any, offset: Any, stream: bool = False) -> None:
-    """Write a register; with `stream` past the caches, to an address that is a multiple of its size."""
-    stored = builder.store(value, builder.bitcast(builder.gep(data, [offset]), value.type.as_pointer()))
-    stored.align = 1
-    if stream:
-        stored.align = value.type.count * value.type.element.width // 8
-        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
-
-
-def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    signature = ir.FunctionType(result, [a.type for a in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
 def _half(builder: Any, value: Any, number: int) -> Any:
@@ -72,11 +51,11 @@ def _packed(builder: Any, value: Any, chosen: Any) -> Any:
     lanes = value.type.count
     if SET == "avx512":
         name = f"llvm.experimental.vector.compress.v{lanes}i{value.type.element.width}"
-        return _call(builder, name, value.type, [value, chosen, ir.Constant(value.type, ir.Undefined)])
+        return call(builder, name, value.type, [value, chosen, ir.Constant(value.type, ir.Undefined)])
     words = ir.VectorType(I32, 8)
     order = _order(builder, chosen)
     return builder.bitcast(
-        _call(builder, "llvm.x86.avx2.permd", words, [builder.bitcast(value, words), order]), value.type
+        call(builder, "llvm.x86.avx2.permd", words, [builder.bitcast(value, words), order]), value.type
     )
 
 
@@ -97,7 +76,7 @@ def _compress_store(builder: Any, value: Any, chosen: Any, data: Any, offset: An
         return
     wide = builder.zext(value, ir.VectorType(I32, value.type.count)) if width < 32 else value
     packed = _packed(builder, wide, chosen)
-    _store(builder, builder.trunc(packed, value.type) if width < 32 else packed, data, offset)
+    store(builder, builder.trunc(packed, value.type) if width < 32 else packed, data, offset)
 
 
 def _order(builder: Any, chosen: Any) -> Any:
@@ -114,11 +93,11 @@ def _compress_indices(builder: Any, given: Any, start: Any, chosen: Any, data: A
     """Write the indices of the chosen lanes from `offset` on: their positions, from `start` on, or those `given`."""
     element, lanes = data.type.pointee, chosen.type.count
     if given is not None:
-        _compress_store(builder, _load(builder, given, start, lanes), chosen, data, offset)
+        _compress_store(builder, load(builder, given, start, lanes), chosen, data, offset)
         return
     first = _splat(builder, builder.trunc(start, element) if element.width < 64 else start, lanes)
     if SET == "avx2" and element.width == 32 and lanes > 1:
-        _store(builder, builder.add(_order(builder, chosen), first), data, offset)
+        store(builder, builder.add(_order(builder, chosen), first), data, offset)
     else:
         lane = ir.Constant(first.type, list(range(lanes)))
         _compress_store(builder, builder.add(first, lane), chosen, data, offset)
@@ -126,7 +105,7 @@ def _compress_indices(builder: Any, given: Any, start: Any, chosen: Any, data: A
 
 def _popcount(builder: Any, chosen: Any, result: Any) -> Any:
     width = ir.IntType(chosen.type.count)
-    return builder.zext(_call(builder, f"llvm.ctpop.i{width.width}", width, [builder.bitcast(chosen, width)]), result)
+    return builder.zext(call(builder, f"llvm.ctpop.i{width.width}", width, [builder.bitcast(chosen, width)]), result)
 
 
 def _append(
@@ -162,7 +141,7 @@ def _starts(builder: Any, start: Any) -> list[Any]:
     return [builder.add(start, ir.Constant(start.type, part)) for part in range(0, BLOCK, LANES)]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def compress_block(
     context: Any, bits: Any, start: Any, mask: Any, key: Any, work: Any, indices: Any, out: Any, count: Any, how: Any
 ) -> Any:
@@ -198,13 +177,13 @@ def compress_block(
             return builder.bitcast(data_of(context, builder, kind, item(place)), target.type)
 
         def loaded(source: Any) -> list[Any]:
-            return [_load(builder, source, at, lanes) for at in starts]
+            return [load(builder, source, at, lanes) for at in starts]
 
         if lanes > 1 and not has_origin:
             with builder.if_then(builder.extract_value(a_how, 1)):
                 for memory in [target, data(new_velocity, 4)] if moving else [target]:
                     for place in range(AHEAD, AHEAD + BLOCK, 512 // target.type.pointee.width):
-                        prefetch_at(builder, builder.gep(memory, [builder.add(start, ir.Constant(I64, place))]))
+                        fetch(builder, builder.gep(memory, [builder.add(start, ir.Constant(I64, place))]))
         items = loaded(data(origin, 0) if has_origin else target)
         if moving:
             moved = zip(items, loaded(data(velocity, 3)), strict=True)
@@ -214,7 +193,7 @@ def compress_block(
             else:
                 items = velocities = [_accumulated(builder, x, v, item(5)) for x, v in moved]
             for v, at in zip(velocities, starts, strict=True):
-                _store(builder, v, data(new_velocity, 4), at)
+                store(builder, v, data(new_velocity, 4), at)
         if added:
             terms = zip(items, loaded(data(addend, 1)), strict=True)
             items = [_accumulated(builder, x, term, item(2)) for x, term in terms]
@@ -236,12 +215,12 @@ def compress_block(
                     if cleared:
                         x = builder.select(chosen, ir.Constant(x.type, None), x)
                     if written or cleared:
-                        _store(builder, x, target, at)
+                        store(builder, x, target, at)
                 after_some = builder.block
             with none:
                 for x, at in zip(items, starts, strict=True):
                     if written:
-                        _store(builder, x, target, at)
+                        store(builder, x, target, at)
                 after_none = builder.block
         result = builder.phi(count.type)
         result.add_incoming(end, after_some)
@@ -251,7 +230,7 @@ def compress_block(
     return signature, generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def emit_block(context: Any, bits: Any, start: Any, base: Any, out_i: Any, out_v: Any, count: Any) -> Any:
     """Append those of the BLOCK floats (bit patterns) from `start` on that are not -0, and reset them to -0.
 
@@ -263,17 +242,17 @@ def emit_block(context: Any, bits: Any, start: Any, base: Any, out_i: Any, out_v
         source = data_of(context, builder, bits, a_bits)
         target_i, target_v = data_of(context, builder, out_i, a_i), data_of(context, builder, out_v, a_v)
         for at in _starts(builder, start):
-            values = _load(builder, source, at)
+            values = load(builder, source, at, LANES)
             blank = ir.Constant(values.type, [1 << (values.type.element.width - 1)] * LANES)
             chosen = builder.icmp_unsigned("!=", values, blank)
             count = _append(builder, values, chosen, None, builder.add(base, at), target_i, target_v, count)
-            _store(builder, blank, source, at)
+            store(builder, blank, source, at)
         return count
 
     return types.int64(bits, types.int64, types.uint64, out_i, out_v, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def stream_block(context: Any, bits: Any, start: Any, out: Any, at: Any) -> Any:
     """Move BLOCK items from `start` on to `out` from `at` on, past the caches, and set them to zero.
 
@@ -283,20 +262,20 @@ def stream_block(context: Any, bits: Any, start: Any, out: Any, at: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, target = data_of(context, builder, bits, arguments[0]), data_of(context, builder, out, arguments[2])
         for here, there in zip(_starts(builder, arguments[1]), _starts(builder, arguments[3]), strict=True):
-            values = _load(builder, source, here)
-            _store(builder, values, target, there, stream=True)
-            _store(builder, ir.Constant(values.type, None), source, here)
+            values = load(builder, source, here, LANES)
+            store(builder, values, target, there, stream=True)
+            store(builder, ir.Constant(values.type, None), source, here)
         return context.get_dummy_value()
 
     return types.none(bits, types.int64, out, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def end_stream(context: Any) -> Any:
     """Let other threads see what was written past the caches before they see what is written from now on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _call(builder, "llvm.x86.sse.sfence", ir.VoidType(), [])
+        call(builder, "llvm.x86.sse.sfence", ir.VoidType(), [])
         return context.get_dummy_value()
 
     return types.none(), generate

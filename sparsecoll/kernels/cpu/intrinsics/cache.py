@@ -53,10 +53,21 @@ def _digest(dumped: bytes) -> bytes:
     return hashlib.sha256(SOURCES + dumped).digest()
 
 
+def _described(function: Any) -> str:
+    """Return the name of a kernel and what its closure holds."""
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    described = [_described(part.py_func) if hasattr(part, "py_func") else f"{type(part)} {part}" for part in held]
+    return f"{function.__qualname__}({', '.join(described)})"
+
+
 class _Cache(caching.FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         self._cache_file = CacheFile(self._cache_path, self._impl.filename_base, b"")
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        """As Numba's, in which a kernel that is held by a closure has another name in every process."""
+        return signature, codegen.magic_tuple(), _described(self._py_func)
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """As Numba's, but without loading what only a compilation needs, SciPy's linear algebra among it."""

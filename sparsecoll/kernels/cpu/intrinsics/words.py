@@ -13,11 +13,34 @@ from numba.extending import intrinsic as _intrinsic
 intrinsic: Any = _intrinsic
 cgutils: Any = _cgutils
 trailing_zeros: Any = _numbers.trailing_zeros
-I64 = ir.IntType(64)
+BYTES = ir.VectorType(ir.IntType(8), 8)
 
 
 def data_of(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
     return cgutils.create_struct_proxy(array_type)(context, builder, array).data
+
+
+def load(builder: Any, data: Any, offset: Any, lanes: int) -> Any:
+    """The vector of `lanes` items from `offset` on; any alignment."""
+    vector = ir.VectorType(data.type.pointee, lanes)
+    loaded = builder.load(builder.bitcast(builder.gep(data, [offset]), vector.as_pointer()))
+    loaded.align = 1
+    return loaded
+
+
+def store(builder: Any, value: Any, data: Any, offset: Any, stream: bool = False) -> None:
+    """Write a vector; with `stream` past the caches, to an address that is a multiple of its size."""
+    stored = builder.store(value, builder.bitcast(builder.gep(data, [offset]), value.type.as_pointer()))
+    stored.align = 1
+    if stream:
+        stored.align = value.type.count * value.type.element.width // 8
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
+def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """Call a function of LLVM."""
+    signature = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
 def magnitude_of(builder: Any, signed: bool, value: Any, mask: Any) -> Any:
@@ -28,28 +51,20 @@ def magnitude_of(builder: Any, signed: bool, value: Any, mask: Any) -> Any:
     return builder.select(builder.icmp_signed("<", value, zero), builder.sub(zero, value), value)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def magnitude_key(context: Any, value: Any, mask: Any) -> Any:
     """The magnitude key of one value (an unsigned bit pattern of a float, or a signed integer)."""
     unsigned = types.Integer.from_bitwidth(value.bitwidth, signed=False)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return magnitude_of(builder, value.signed, *arguments)
-
-    return unsigned(value, mask), generate
+    return unsigned(value, mask), lambda _, builder, __, given: magnitude_of(builder, value.signed, *given)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def popcount(context: Any, word: Any) -> Any:
     """How many bits of a uint64 are 1."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.uint64(types.uint64), generate
+    return types.uint64(types.uint64), lambda _, builder, __, given: builder.ctpop(given[0])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def narrowed(context: Any, value: Any) -> Any:
     """The bits of a float32 as float16, rounded to nearest even. Without F16C, LLVM calls a function for it."""
 
@@ -59,7 +74,7 @@ def narrowed(context: Any, value: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def widened(context: Any, bits: Any) -> Any:
     """The float32 of the bits of a float16."""
 
@@ -69,52 +84,47 @@ def widened(context: Any, bits: Any) -> Any:
     return types.float32(types.uint16), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load64(context: Any, data: Any, offset: Any) -> Any:
     """The eight bytes from `offset` on of a contiguous uint8 array as a little-endian uint64; any alignment."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.gep(data_of(context, builder, data, arguments[0]), [arguments[1]])
-        loaded = builder.load(builder.bitcast(pointer, I64.as_pointer()))
-        loaded.align = 1
-        return loaded
+        loaded = load(builder, data_of(context, builder, data, arguments[0]), arguments[1], 8)
+        return builder.bitcast(loaded, ir.IntType(64))
 
     return types.uint64(data, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store64(context: Any, data: Any, offset: Any, word: Any) -> Any:
     """Write a uint64 to the eight bytes from `offset` on of a contiguous uint8 array, little-endian; any alignment."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.gep(data_of(context, builder, data, arguments[0]), [arguments[1]])
-        stored = builder.store(arguments[2], builder.bitcast(pointer, I64.as_pointer()))
-        stored.align = 1
+        target = data_of(context, builder, data, arguments[0])
+        store(builder, builder.bitcast(arguments[2], BYTES), target, arguments[1])
         return context.get_dummy_value()
 
     return types.none(data, types.int64, types.uint64), generate
 
 
-def prefetch_at(builder: Any, pointer: Any) -> None:
-    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, locality, data = (ir.Constant(number, n) for n in (0, 2, 1))
-    builder.call(function, [builder.bitcast(pointer, byte), read, locality, data])
+def fetch(builder: Any, pointer: Any) -> None:
+    read, locality, data = (ir.Constant(ir.IntType(32), n) for n in (0, 2, 1))
+    place = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, read, locality, data])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(context: Any, array: Any, offset: Any) -> Any:
     """Have the processor load the item at `offset` of a contiguous array into its second-level cache; any offset."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        prefetch_at(builder, builder.gep(data_of(context, builder, array, arguments[0]), [arguments[1]]))
+        fetch(builder, builder.gep(data_of(context, builder, array, arguments[0]), [arguments[1]]))
         return context.get_dummy_value()
 
     return types.none(array, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _pointer(context: Any, address: Any, like: Any) -> Any:
     pointer: Any = types.CPointer(like.dtype)  # type: ignore[no-untyped-call]
 
@@ -124,7 +134,7 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
     return pointer(types.intp, like), generate
 
 
-@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+@nb.njit(inline="always")
 def array_at(address, size, like):  # type: ignore[no-untyped-def]
     """The array of `size` items of the dtype of `like` at an address."""
     return nb.carray(_pointer(address, like), (size,))

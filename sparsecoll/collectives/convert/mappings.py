@@ -32,7 +32,7 @@ EXACT = 1 << 53  # magnitude up to which float64 holds every integer
 
 
 def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, Back]:
-    """Return a mapping whose class makes one from a dict as a vector, and what converts one back."""
+    """Return a mapping whose class makes one from a dict as a vector, and its Back."""
     factory = getattr(getattr(x, "default_factory", None), "__name__", "None")
     if isinstance(x, defaultdict) and factory not in FACTORIES:
         raise TypeError(f"x: expected a defaultdict of int or float, got one of {factory}: use dict(x)")
@@ -144,7 +144,7 @@ class ToMapping(Back):
         return defaultdict(FACTORIES[self.factory], made) if self.kind is defaultdict else self.kind(made)
 
     def of_part(self, part: SparseVector) -> tuple[SparseVector, Back]:
-        """Return entries whose indices are positions among their own words, and what converts them."""
+        """Return entries whose indices are positions among their own words, and their Back."""
         if self.keys == "integers":
             return part, self
         words = [self.words[index] for index in part.indices.tolist()]
@@ -184,7 +184,7 @@ def _class_of(name: str) -> Any:
 
 
 def from_series(x: Any) -> tuple[SparseVector, Back]:
-    """Return a pandas Series with an integer index as a vector, and what converts one back."""
+    """Return a pandas Series with an integer index as a vector, and its Back."""
     keys = x.index.to_numpy()
     if keys.dtype.kind not in "iu":
         if keys.size:
