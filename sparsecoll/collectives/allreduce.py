@@ -218,7 +218,6 @@ def _reduce(
 ) -> Reduction:
     """Select entries, compare the arguments of all ranks, and run the algorithm."""
     transport, options = call.transport, arguments.options
-    start = transport.now()
     algorithm.sync_epoch(transport.epoch)
     channel, rows = options.channel(transport, vector), vector.width > 0
     entries = contribution(vector, algorithm, selected, channel, options)
@@ -229,7 +228,6 @@ def _reduce(
     channel.gathered, channel.deferred, channel.held = call.gathered, deferred, held
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
     call.leaves(algorithm.replicated_state())
-    transport.traffic.total.seconds += transport.now() - start
     return reduction
 
 

@@ -33,7 +33,7 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
-from sparsecoll.transport.tags import ANY, HISTORY, KEPT, NAMES, CallMismatch, report_of, tag_of
+from sparsecoll.transport.tags import ANY, FIRST_TAG, HISTORY, KEPT, NAMES, CallMismatch, report_of, tag_of
 from sparsecoll.transport.waiting import check_environment, check_timeout, out_of_use, usable
 
 STATELESS = (0, 0)
@@ -86,6 +86,7 @@ class CollectiveCall:
     def __enter__(self) -> CollectiveCall:
         transport = self.transport
         self._outer = transport.tag, transport.timeout, transport.room
+        self._start = transport.now()
         try:
             transport.timeout, transport.room = self._timeout if usable(self._timeout) else None, ANY
             self._call = transport.calls = transport.calls + 1
@@ -99,6 +100,7 @@ class CollectiveCall:
                 check_environment()
                 with transport.set_up():
                     node_members(transport)
+                self._start = transport.now()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -119,6 +121,8 @@ class CollectiveCall:
             if not known:
                 transport.interrupt(f"{self.name} was interrupted on rank {transport.rank}")
             transport.tag, transport.timeout, transport.room = self._outer
+            if transport.tag == FIRST_TAG:  # not inside another call
+                transport.traffic.total.seconds += transport.now() - self._start
 
     def _set_tag(self, number: int) -> None:
         self.transport.tag = tag_of(self._call, self._number_of_name, len(self._numbers), number)
