@@ -119,9 +119,10 @@ def low_rank():
     return g, sum(g) / 3
 
 
-def test_powersgd_of_low_rank_gradients_is_exact_from_the_second_step():
+@pytest.mark.parametrize("compressor", [PowerSGD(2), ACPSGD(2, feedback=False)], ids=["powersgd", "acpsgd"])
+def test_low_rank_gradients_are_exact_from_the_second_step(compressor):
     g, mean = low_rank()
-    results, _ = one(PowerSGD(2), g, steps=6)[0]
+    results, _ = one(compressor, g, steps=6)[0]
     np.testing.assert_allclose(results[-1].reshape(40, 30), mean, rtol=1e-6, atol=1e-8)
 
 
