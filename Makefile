@@ -29,7 +29,7 @@ demo: $(MPICH)/demo.done  # SEEDS=3 make demo: means of three runs
 
 check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; needs neither MPI nor torch
 	$(CHECK)/bin/ruff check . && $(CHECK)/bin/ruff format --check .
-	$(CHECK)/bin/mypy sparsecoll --exclude 'sparsecoll/(torch|testing/compressors)' --follow-imports silent
+	$(CHECK)/bin/mypy sparsecoll --exclude 'sparsecoll/(torch|(testing|bench)/compressors)' --follow-imports silent
 	$(LIMIT) 1800 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(FAST)
 
 check-torch: $(MPICH)/test.done  # the middle loop: the tests of the PyTorch adapter on the simulator
