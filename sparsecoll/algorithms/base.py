@@ -86,7 +86,7 @@ class Reduction(Generic[V]):
 
 
 def reduced(algorithm: Algorithm, channel: Channel, x: Any, k: int) -> Reduction:
-    """Return what an algorithm makes of x, whose own entries at the indices of a result of bool contribute."""
+    """Return the algorithm's Reduction of x; of bool, the entries of x at the result's indices have contributed."""
     reduction = algorithm(channel, x, k)
     if x.dtype.kind == "b":  # from the logical or of several ranks, that of one cannot be taken away
         reduction._contributed = lambda: x.to_sparse().intersect(reduction.value.to_sparse())

@@ -60,7 +60,7 @@ class Hierarchical(Algorithm):
         return self._between.takes_ops
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
-        """Select as `inner` does; the top k where that takes dense vectors as they are."""
+        """Select with this object's selector or, without one, as `inner` does; the top k if `inner` selects none."""
         entries = super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)
         return entries if isinstance(entries, SparseVector) else topk(x, k)
 

@@ -260,7 +260,7 @@ class TwoPhases:
         return message
 
     def contributed(self) -> DenseVector:
-        """Return this rank's share of the sum, unless it was taken from x: what it sent, and of its region the rest."""
+        """Return this rank's share of the sum: what its messages hold and, in its own region, x minus the rest."""
         share = DenseVector.empty(self._x.size, self._total.dtype, DenseVector(self._x))
         for (a, b), message in self._sent:
             self._codes.decode(message, a, share.values[a:b])

@@ -125,7 +125,7 @@ class TopKCompressor(ErrorFeedback):
             self._rates = self.versions.add(Rates(layout.names, context.rates))
 
     def _reads_acc_once(self) -> bool:
-        """Return whether nothing reads acc after the pass that selects, as a selection of the user's may do."""
+        """Return whether only the selecting pass reads acc; a user's selector may read it again."""
         selector = self._algorithm.selector
         return type(self._algorithm).select is Algorithm.select and (selector is None or built_in(type(selector)))
 

@@ -37,7 +37,7 @@ class Failures:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing has failed."""
+        """Forget the failure, so that the next reduction begins anew."""
         self.error: Exception | None = None
         self._told: set[Transport] = set()  # those whose ranks know of that
 

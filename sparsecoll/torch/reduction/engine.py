@@ -253,7 +253,7 @@ class Engine:
             self._reducer.steps.leave(self)
 
     def trial_step(self) -> Any:
-        """A step of the wrapped optimizer that changes nothing but versions."""
+        """Take a step in which torch only creates the optimizer's state: parameters keep their values."""
         self._reducer.commit_if_updated()
         with self.stepping():
             result = self._optimizer.step()

@@ -175,7 +175,7 @@ class Steps:
         return by_hand, set() if by_hand else gone if kept or not gone else set(names)
 
     def commit(self, by_hand: bool = False) -> None:
-        """A step was taken, perhaps by the loop itself: make permanent what reductions since the last one have left."""
+        """Make the accepted states permanent: the optimizer, or the loop itself (`by_hand`), has taken a step."""
         self._buckets.commit()
         if not self.gradients.are(State.STEPPED):
             self._count_step()

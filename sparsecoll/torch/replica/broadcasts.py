@@ -60,7 +60,7 @@ def _described(value: Any) -> Any:
 
 
 def _leveled(p: torch.Tensor, own: Any, told: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the value of a parameter's state that `told` describes, and append those to be filled to `tensors`."""
+    """Return a parameter's state in the structure of rank 0 (`told`); append the tensors to fill to `tensors`."""
     if not isinstance(told, dict):
         return told
     ((kind, content),) = told.items()
