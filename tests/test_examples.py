@@ -63,7 +63,7 @@ METHODS = """
 from dataclasses import dataclass
 from sparsecoll import Allgather
 from sparsecoll.select import Selector
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import TopKCompressor
 
 class Mine(Allgather):
     pass
@@ -74,7 +74,7 @@ class Half(Selector):
     def select(self, x, k):
         return x.topk(k // 2)
 
-class Own(TopK):
+class Own(TopKCompressor):
     pass
 """
 

@@ -47,13 +47,14 @@ implicit_reexport = True
 
 def pages():
     """The blocks of the pages by file name, but for those with frameworks that are not typed."""
-    paths = [TESTS.parent / "README.md", *sorted((TESTS.parent / "docs").glob("*.md"))]
-    return {
-        f"{path.stem}_{number}.py": block
-        for path in paths
-        if path.name != "frameworks.md"
-        for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.S | re.M))
-    }
+    found = {}
+    for path in [TESTS.parent / "README.md", *sorted((TESTS.parent / "docs").glob("*.md"))]:
+        blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.S | re.M)
+        if path.stem.startswith("tutorial"):  # whose blocks make one file
+            blocks = ["\n".join(blocks)]
+        if path.name != "frameworks.md":
+            found |= {f"{path.stem}_{number}.py": block for number, block in enumerate(blocks)}
+    return found
 
 
 def pyright(folder):

@@ -23,13 +23,13 @@ def mean_of(comm: Any, compressor: Compressor) -> Callable[[NDArray[Any]], tuple
     def step(vector: NDArray[Any]) -> tuple[float, float, float, float]:
         if not trained:
             columns = max(d for d in range(1, math.isqrt(vector.size) + 1) if vector.size % d == 0)
-            p = torch.nn.Parameter(torch.zeros(vector.size // columns, columns))
+            p = torch.nn.Parameter(torch.zeros(vector.size // columns, columns, device="cpu"))
             inner = torch.optim.SGD([p], lr=1e-9)
             trained.append((p, DistributedOptimizer(inner, [("gradient", p)], comm, compressor)))
         p, optimizer = trained[0]
         before = optimizer.traffic.copy()
         optimizer.zero_grad()
-        p.backward(torch.tensor(vector).view_as(p))  # type: ignore[no-untyped-call]
+        p.backward(torch.tensor(vector, device="cpu").view_as(p))  # type: ignore[no-untyped-call]
         optimizer.step()
         moved = optimizer.traffic.since(before).total
         return moved.bytes_sent, moved.bytes_received, moved.messages_sent, math.nan

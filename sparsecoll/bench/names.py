@@ -28,7 +28,7 @@ def algorithm(text: str) -> Algorithm:
         ValueError: There is no such algorithm, class or option, or a value has the wrong type.
 
     >>> algorithm("sparcml:variant=dynamic").describe()
-    "sparcml(k=None, selector=None, variant='dynamic', bits=None, seed=0, network=None)"
+    "sparcml(k=None, selector=None, variant='dynamic', network=None)"
     """
     return _made("algo", text, ALGORITHMS, Algorithm)
 

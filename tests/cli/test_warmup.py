@@ -21,7 +21,7 @@ CALLS = {
     "top-k": "print(sparsecoll.select.topk(np.arange(9, dtype=np.float32), 3).nnz)",
     "a kernel whose closure holds another": (
         "x = sparsecoll.SparseVector([1, 2, 5], np.ones(3, np.float32), 9);"
-        "print(sparsecoll.formats.decode(sparsecoll.formats.encode(x, 'quantized'), 9).nnz)"
+        "print(sparsecoll.formats.decode(sparsecoll.formats.encode(x, 'packed_codes'), 9).nnz)"
     ),
 }
 

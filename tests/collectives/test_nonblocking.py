@@ -89,7 +89,7 @@ X = SparseVector(np.arange(9), np.ones(9), 9)
 def test_waitall_returns_all_results_or_raises_the_first_exception_after_all_have_finished():
     comm = LocalTransport()
     requests = [sparsecoll.iallreduce(comm, X, Slow(), k=k) for k in (3, 7, 5)]
-    with pytest.raises(sparsecoll.CommunicationError, match=r"expected all 3 to finish within 0\.01 s, 3 are still"):
+    with pytest.raises(sparsecoll.CommunicationError, match=r"3 of 3 calls have not finished within 0\.01 s"):
         Request.waitall(requests, timeout=0.01)
     with pytest.raises(ValueError, match="no"):
         Request.waitall(iter(requests))

@@ -9,7 +9,7 @@ import torch
 from sparsecoll import simulate
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD
 from sparsecoll.torch.compressors import TopKCompressor, oktopk
-from sparsecoll.torch.tensors import device as devices
+from sparsecoll.torch.tensors import layout as devices
 
 OPTIONS = {"covap": {"interval": 2}, "dragonn": {"selective": False, "density": 0.1}}
 

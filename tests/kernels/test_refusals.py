@@ -80,7 +80,7 @@ def test_every_set_takes_and_refuses_the_same_dtypes():
     found = {}
     for choice in ("reference", "portable", ""):
         assert choice in ("", *CHOICES)
-        run = python(__file__, variables={"SPARSECOLL_KERNELS": choice})
+        run = python(__file__, variables={"SPARSECOLL_KERNELS": choice, "PYTHONPATH": os.pathsep.join(sys.path)})
         assert run.returncode == 0, run.stderr
         found[choice] = json.loads(run.stdout)
     differing = {
