@@ -55,13 +55,7 @@ class LocalTrainer(Trainer):
         self.note()
 
     def step_with_closure(self):
-        def closure():
-            self.zero()
-            loss = self.loss()
-            loss.backward()
-            return loss
-
-        self.optimizers[0].step(closure)
+        self.optimizers[0].step(self.closure)
         self.changes()
 
     def backward_in_no_sync(self):

@@ -276,17 +276,16 @@ class Trainer:
             by_hand(kind, [self.params[name] for name in names])
             self.settle(names)
 
+    def closure(self):
+        self.zero()
+        loss = self.loss()
+        loss.backward()
+        return loss
+
     def step_with_closure(self):
         if len(self.optimizers) > 1 or self.scaler is not None:
             return
-
-        def closure():
-            self.zero()
-            loss = self.loss()
-            loss.backward()
-            return loss
-
-        self.optimizers[0].step(closure)
+        self.optimizers[0].step(self.closure)
         self.settle(self.names_of(self.optimizers))
 
     def clip_and_step(self):
