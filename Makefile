@@ -30,7 +30,7 @@ demo: $(MPICH)/demo.done  # SEEDS=3 make demo: means of three runs
 check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; needs neither MPI nor torch
 	$(CHECK)/bin/ruff check . && $(CHECK)/bin/ruff format --check .
 	$(CHECK)/bin/mypy sparsecoll --exclude 'sparsecoll/(torch|(testing|bench)/compressors)' --follow-imports silent
-	$(LIMIT) 1800 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(FAST)
+	$(LIMIT) 1800 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(PYTEST_FLAGS) $(FAST)
 
 check-torch: $(MPICH)/test.done  # the middle loop: the tests of the PyTorch adapter on the simulator
 	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 2 -m "not slow" tests/torch
@@ -38,7 +38,7 @@ check-torch: $(MPICH)/test.done  # the middle loop: the tests of the PyTorch ada
 test: test-serial test-mpich test-torchrun test-openmpi
 
 test-serial: $(MPICH)/test.done
-	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile
+	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 test-mpich: $(MPICH)/test.done
 	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi $(ON_THREE)

@@ -28,13 +28,17 @@ collect_ignore = [
 
 
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-PASSED = Path(os.environ["PASSED_TESTS"]) if "PASSED_TESTS" in os.environ else None  # names of those not to run again
 
 
 def _world():
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+def pytest_addoption(parser):
+    """An option, which tests that start pytest do not pass on, as an environment variable would be."""
+    parser.addoption("--passed", type=Path, metavar="FILE", help="run no test that FILE names, and add those that pass")
 
 
 def _in_parallel(config):
@@ -47,13 +51,16 @@ def pytest_configure(config):
     if TORCHRUN:  # pytest-mpi would skip what is marked "mpi"
         for plugin in [plugin for plugin in plugins.get_plugins() if type(plugin).__name__ == "MPIPlugin"]:
             plugins.unregister(plugin)
+    if (file := config.getoption("--passed", default=None)) and "PYTEST_XDIST_WORKER" not in os.environ:
+        plugins.register(_Passed(file))
     if _in_parallel(config) and (int(os.environ["RANK"]) if TORCHRUN else _world().rank) > 0:
         plugins.getplugin("terminalreporter")._tw._file = io.StringIO()
 
 
 def pytest_collection_modifyitems(config, items):
     """With --with-mpi and under torchrun only the MPI tests run: the others would run the same on every rank."""
-    passed = {*PASSED.read_text().splitlines()} if PASSED and PASSED.exists() else ()
+    file = config.getoption("--passed", default=None)
+    passed = {*file.read_text().splitlines()} if file and file.exists() else ()
     if _in_parallel(config) or passed:
         parallel = _in_parallel(config)
         runs = [item.nodeid not in passed and (not parallel or bool(item.get_closest_marker("mpi"))) for item in items]
@@ -82,11 +89,20 @@ def pytest_make_parametrize_id(config, val, argname):
     return None if " at 0x" in text else text[:60]
 
 
+class _Passed:
+    """Writes down the names of the tests that pass, with `--passed`."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            with self.file.open("a") as file:
+                file.write(f"{report.nodeid}\n")
+
+
 def pytest_runtest_logreport(report):
     """A rank that fails would leave the others waiting: show why, and abort."""
-    if PASSED and report.when == "call" and report.passed and "PYTEST_XDIST_WORKER" not in os.environ:
-        with PASSED.open("a") as file:
-            file.write(f"{report.nodeid}\n")
     if report.failed and TORCHRUN:
         print(f"rank {os.environ['RANK']}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
         os._exit(1)  # torchrun ends the others

@@ -13,14 +13,14 @@ from launching import OPEN_MPI, mpirun
 import sparsecoll
 
 PROGRAM = """
-import ctypes, signal, sys, time
+import ctypes, os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # of a shell's job in the background it is ignored
 from sparsecoll.bench import timing
 from sparsecoll.cli import doctor
 from sparsecoll.cli.main import main
 slow = lambda *_, **__: time.sleep(60)
 {measure}
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # at once: ranks of a job print into one pipe
 main()
 """
 SLOW = "timing.measure = slow"  # one that computes
