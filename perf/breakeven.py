@@ -19,7 +19,7 @@ from harness import Entries, in_turns, times_in_turns
 from sparsecoll import Auto, allreduce, formats
 from sparsecoll.algorithms.auto.costmodel import CHOICES, EXACT
 from sparsecoll.transport import as_transport, default_comm
-from sparsecoll.transport.collectives import node_members
+from sparsecoll.transport.all_ranks import node_members
 
 FEWEST, MOST = 6, 999  # timed calls of each
 

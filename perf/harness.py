@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsecoll import SparseVector
 from sparsecoll.bench import timing
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.all_ranks import allgather
 
 ROOT = Path(__file__).parent.parent
 RESULTS, FIGURES = ROOT / "perf/results", ROOT / "docs/figures"

@@ -17,7 +17,7 @@ from harness import cell, load, markdown, source
 import sparsecoll
 from sparsecoll import RowGather, RowOwners, RowSparse
 from sparsecoll.transport import as_transport, default_comm
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.all_ranks import allgather
 
 TABLES = {"5M x 64": (5_000_000, 64), "300k x 512": (300_000, 512)}
 BATCH = 4096

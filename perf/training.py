@@ -27,7 +27,7 @@ from sparsecoll.telemetry import trace
 from sparsecoll.torch import DistributedOptimizer, SparseSGD
 from sparsecoll.torch.compressors import COVAP, QSGD, TopKCompressor, dgc, nesterovtopk, oktopk
 from sparsecoll.transport import as_transport, default_comm
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.progress import in_background
 
 LR, MOMENTUM = 0.01, 0.9

@@ -21,8 +21,8 @@ import sparsecoll
 from sparsecoll import Costs, DenseVector, Network, SparseVector
 from sparsecoll.algorithms.primitives import estimates, pipeline
 from sparsecoll.bench import algorithm
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import allgather
 
 SEARCH = ("agree", "repartition", "threshold", "overlap", "nodes", "pattern")  # phases that move counts or bits
 ALGORITHMS = {  # name: (algorithm, formula, its words)

@@ -15,8 +15,8 @@ import harness
 import numpy as np
 
 from sparsecoll.transport import as_transport, default_comm
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 
 DELAYS = (0.0, 0.1e-3, 1e-3, 5e-3, 50e-3)  # seconds
 

@@ -28,7 +28,7 @@ from sparsecoll.collectives.convert import words
 from sparsecoll.formats import FORMATS
 from sparsecoll.kernels import memory
 from sparsecoll.testing.formats import check_vector, damaged
-from sparsecoll.transport.collectives import joined, separated
+from sparsecoll.transport.all_ranks import joined, separated
 from sparsecoll.vector import accumulator_dtype
 
 ROOM = 2 << 30

@@ -12,9 +12,9 @@ import numpy as np
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_region
 from sparsecoll.algorithms.primitives import pipeline
 from sparsecoll.formats import Buffer
+from sparsecoll.transport.all_ranks import allgatherv
 from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import SparseVector
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.primitives.agreed import INDICES, sum_at
 from sparsecoll.select import Vector
+from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import spread
 
 
 @dataclass

@@ -10,8 +10,8 @@ import numpy as np
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.select import Vector
+from sparsecoll.transport.all_ranks import sum_counts
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import sum_counts
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 SHORT_CHUNK_BYTES = 1 << 15  # below this, few messages in turn are faster than many at once

@@ -13,8 +13,8 @@ from sparsecoll.algorithms.primitives.agreed import INDICES, sum_at
 from sparsecoll.algorithms.primitives.global_topk import global_topk
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import ThresholdReuse, Vector
+from sparsecoll.transport.all_ranks import allgather, allgatherv
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import allgather, allgatherv
 from sparsecoll.vector import SparseVector
 
 MAX_K_RATIO = 2.0  # the threshold is reused if k changes by at most this factor

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, reduced
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector, topk
+from sparsecoll.transport.all_ranks import joined, node_members, separated
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import joined, node_members, separated
 from sparsecoll.vector import SparseVector
 
 

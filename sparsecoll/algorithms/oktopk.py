@@ -18,8 +18,8 @@ from sparsecoll.algorithms.primitives.balance import balanced
 from sparsecoll.algorithms.primitives.global_topk import global_topk
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import ThresholdReuse, Vector
+from sparsecoll.transport.all_ranks import allgather, sums_and_maxima
 from sparsecoll.transport.channel import Channel, VectorRequest
-from sparsecoll.transport.collectives import allgather, sums_and_maxima
 from sparsecoll.vector import SparseVector, accumulator_dtype
 
 MAX_K_RATIO = 2.0  # thresholds and boundaries are reused if k changes by at most this factor

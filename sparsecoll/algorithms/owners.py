@@ -19,8 +19,8 @@ from sparsecoll.errors import check_choice
 from sparsecoll.formats import wire_dtype
 from sparsecoll.kernels.memory import to_host
 from sparsecoll.select import Selector
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.network import Network
 from sparsecoll.vector import RowSparse, SparseVector
 from sparsecoll.vector.rows import hash_owners

@@ -33,7 +33,7 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.kernels import host_kernels
 from sparsecoll.telemetry import trace
 from sparsecoll.transport import Transport, as_transport, simulate, traffic
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.network import Network
 from sparsecoll.vector import SparseVector
 

@@ -24,7 +24,7 @@ from sparsecoll.cli.network import measured_network
 from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.kernels import CHOICES, host_kernels, threads
 from sparsecoll.transport import LocalTransport, as_transport, launcher, simulate
-from sparsecoll.transport.collectives import node_members
+from sparsecoll.transport.all_ranks import node_members
 from sparsecoll.vector import SparseVector
 
 GOOD, WORSE, BAD = "good", "could be better", "broken"

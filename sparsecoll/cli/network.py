@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.network import Network
 
 LONG = 4 << 20  # bytes

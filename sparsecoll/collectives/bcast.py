@@ -9,8 +9,8 @@ import numpy as np
 from sparsecoll.collectives.messages import packed, unpack
 from sparsecoll.collectives.options import CallOptions, blocking, check_root
 from sparsecoll.collectives.signature import AnyComm, MoveOptions, T, Unpack, takes
+from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import spread
 
 
 @takes(MoveOptions)

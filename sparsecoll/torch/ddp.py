@@ -28,8 +28,8 @@ from sparsecoll.torch.replica.rounds import JOINED, Row
 from sparsecoll.torch.tensors.layout import Layout, device_of, residual_dtype
 from sparsecoll.torch.tensors.model import named
 from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
+from sparsecoll.transport.all_ranks import allgather, disseminate
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather, disseminate
 from sparsecoll.transport.progress import in_background
 
 logger = logging.getLogger(__name__)

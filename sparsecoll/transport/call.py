@@ -31,8 +31,8 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
+from sparsecoll.transport.all_ranks import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.tags import ANY, FIRST_TAG, HISTORY, KEPT, NAMES, CallMismatch, report_of, tag_of
 from sparsecoll.transport.waiting import check_environment, check_timeout, out_of_use, usable
 

@@ -13,8 +13,8 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
+from sparsecoll.transport.all_ranks import DIRECT_BYTES, allgatherv
 from sparsecoll.transport.base import ReceiveRequest, Transport
-from sparsecoll.transport.collectives import DIRECT_BYTES, allgatherv
 from sparsecoll.transport.group import group
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
 from sparsecoll.vector.operation import SUM, Operation

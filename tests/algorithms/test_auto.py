@@ -10,7 +10,7 @@ import sparsecoll
 from sparsecoll import Allgather, Auto, Costs, Dense, DenseStream, Network, SparCML, SparseVector, simulate
 from sparsecoll.algorithms.auto.costmodel import ALL, CHOICES, fastest
 from sparsecoll.telemetry.traffic import Counts
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.network import BETWEEN_NODES, ONE_NODE
 
 ALONE = {

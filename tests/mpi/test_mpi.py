@@ -15,7 +15,7 @@ import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, Network, OkTopk, SparseVector
 from sparsecoll.algorithms.auto.costmodel import CHOICES, fastest
 from sparsecoll.transport import as_transport
-from sparsecoll.transport.collectives import allgather, node_members
+from sparsecoll.transport.all_ranks import allgather, node_members
 from sparsecoll.transport.network import ONE_NODE
 
 pytestmark = pytest.mark.mpi

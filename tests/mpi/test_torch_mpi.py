@@ -10,7 +10,7 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
 from sparsecoll.torch.compressors import TopKCompressor
 from sparsecoll.transport import as_transport
-from sparsecoll.transport.collectives import node_members
+from sparsecoll.transport.all_ranks import node_members
 
 pytestmark = pytest.mark.mpi
 

@@ -14,8 +14,8 @@ from oracles import oracle
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
 from sparsecoll.algorithms import as_algorithm
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall, number_of_name
-from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.tags import FIRST_TAG, KEPT, NUMBERS, PHASES, TAGS, parts_of, tag_of
 from sparsecoll.transport.waiting import check_environment
 

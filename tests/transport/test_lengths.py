@@ -9,7 +9,7 @@ from socket_ranks import run
 import sparsecoll
 from sparsecoll import CommunicationError, Reduction, SparseVector, simulate
 from sparsecoll.algorithms.base import Algorithm
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.tags import ERROR_TAG, REPORT_BYTES
 from sparsecoll.transport.tcp import connection as connections
 

@@ -15,9 +15,9 @@ from sparsecoll.errors import check_choice
 from sparsecoll.formats import FORMATS, Buffer
 from sparsecoll.formats.auto import choosing
 from sparsecoll.select import Vector
+from sparsecoll.transport.all_ranks import FEW_RANKS
 from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import FEW_RANKS
 from sparsecoll.transport.network import Network
 from sparsecoll.vector import SparseVector
 

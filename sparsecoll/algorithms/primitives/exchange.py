@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sparsecoll.transport.all_ranks import exchanged
 from sparsecoll.transport.channel import Channel, S
-from sparsecoll.transport.collectives import exchanged
 
 
 def exchange(channel: Channel, region: Callable[[int], S]) -> list[S]:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from sparsecoll.algorithms.primitives.quantiles import EDGES_PER_RANK, MOST_EDGES, Items, quantiles
 from sparsecoll.kernels.keys import key_of
 from sparsecoll.select import ThresholdReuse
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import allgather
 from sparsecoll.vector import SparseVector
 
 SPREAD = 1.3  # a threshold is first sought between that of the last call, divided and multiplied by this

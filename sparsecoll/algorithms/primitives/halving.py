@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from sparsecoll.transport.all_ranks import joined, separated
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import joined, separated
 from sparsecoll.vector import SparseVector
 from sparsecoll.vector.operation import Operation
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 
 from sparsecoll.algorithms.primitives.quantiles import Items, quantiles
+from sparsecoll.transport.all_ranks import allgather, sum_counts
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import allgather, sum_counts
 from sparsecoll.vector import SparseVector
 
 METHODS = ("histogram", "average", "even")

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels.memory import asarray_like, to_host
+from sparsecoll.transport.all_ranks import sum_counts
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import sum_counts
 
 EDGES_PER_RANK = 8  # edges counted a round, times P: O(P) words a round, log(range) / log(8P) rounds
 MOST_EDGES = 1024  # a round for a single answer, however many the ranks
@@ -69,7 +69,7 @@ def quantiles(
         first_edges: edges to count in the first round, ascending, the same on all ranks, where the answer is expected;
             None, the default: edges that divide [0, stop) evenly.
 
-    Volume: at most 3 * 8P words per round (see `collectives.sum_counts`), O(P) in total; 3 * 1024 for one rank R.
+    Volume: at most 3 * 8P words per round (see `all_ranks.sum_counts`), O(P) in total; 3 * 1024 for one rank R.
     """
     counter = np.uint32 if total < 2**32 else np.int64
     wanted = np.array(ranks, np.int64)

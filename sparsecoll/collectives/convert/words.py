@@ -17,7 +17,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels import kernels_of
 from sparsecoll.transport import Transport
-from sparsecoll.transport.collectives import allgatherv, exchanged
+from sparsecoll.transport.all_ranks import allgatherv, exchanged
 
 FEW = 1 << 13  # keys of all ranks together that go to all of them at once
 ENCODING = ("utf-8", "surrogatepass")

@@ -25,8 +25,8 @@ from sparsecoll.torch.compressors.versions import Rates, Versioned, Versions
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.torch.tensors.private import profiled
 from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import allgatherv
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector, SparseVector
 
 DENSE = Dense()

@@ -24,8 +24,8 @@ from sparsecoll.torch.reduction.grad_scaler import enabled
 from sparsecoll.torch.replica.calls import Options, collective
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.process_groups import is_group
 from sparsecoll.transport.progress import completed_future
 from sparsecoll.vector import SparseVector

@@ -25,8 +25,8 @@ from sparsecoll.torch.replica.rounds import Row
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.torch.tensors.private import at_end_of_backward, queue_callback
 from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import disseminate
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import disseminate
 from sparsecoll.transport.progress import in_background
 
 END = "end of back-propagation"

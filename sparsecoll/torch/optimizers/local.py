@@ -23,8 +23,8 @@ from sparsecoll.torch.replica.rounds import JOINED
 from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named
 from sparsecoll.torch.tensors.private import is_trial_step, values_of
 from sparsecoll.transport import as_transport
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.group import GroupTransport
 
 

@@ -17,8 +17,8 @@ from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, re
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part
 from sparsecoll.torch.tensors.private import values_of
+from sparsecoll.transport.all_ranks import allgather, broadcast
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather, broadcast
 
 logger = logging.getLogger(__name__)
 

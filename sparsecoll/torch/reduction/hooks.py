@@ -20,8 +20,8 @@ from sparsecoll.torch.replica.replica import Members, Replica
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.torch.tensors.private import hooks_after, version
 from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 
 
 class Means:

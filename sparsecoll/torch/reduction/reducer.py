@@ -28,8 +28,8 @@ from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.guards import Seen, fingerprint
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import CHANGED, MEMBERS, NOTHING, Round, Row
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import in_background
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 from sparsecoll.torch.replica.calls import collective, communicator
 from sparsecoll.torch.tensors.model import check_whole, describe
 from sparsecoll.torch.tensors.private import indices_of, values_of
-from sparsecoll.transport import Transport, collectives
+from sparsecoll.transport import Transport, all_ranks
 from sparsecoll.transport.call import CollectiveCall
 
 MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together
@@ -34,7 +34,7 @@ def broadcast_tensors(transport: Transport, tensors: Iterable[torch.Tensor], roo
     with transport.phase("broadcast"):
         for group in (group for lists in groups.values() for group in lists):
             raw = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in group]).cpu()
-            sent, start = torch.from_numpy(collectives.broadcast(transport, raw.numpy(), root)), 0
+            sent, start = torch.from_numpy(all_ranks.broadcast(transport, raw.numpy(), root)), 0
             for t in group:
                 t.copy_(sent[start : start + t.nbytes].view(t.dtype).view(t.shape))
                 start += t.nbytes
@@ -107,7 +107,7 @@ def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, 
         "state": [_described(optimizer.state.get(p, {})) for p in params],
     }
     text = np.frombuffer(json.dumps(table).encode(), np.uint8)
-    roots = json.loads(bytes(collectives.spread(transport, text, root)))
+    roots = json.loads(bytes(all_ranks.spread(transport, text, root)))
     for group, numbers in zip(optimizer.param_groups, roots["groups"], strict=True):
         group.update(numbers)
     tensors: list[torch.Tensor] = []

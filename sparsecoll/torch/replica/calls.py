@@ -15,8 +15,8 @@ import torch
 
 from sparsecoll.errors import check_integer
 from sparsecoll.transport import LocalTransport, Transport, as_transport, check_timeout, is_alone, launcher
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import completed_future
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsecoll.torch.compressors import Compressor, StepContext
 from sparsecoll.torch.tensors.private import inside_ddp, values_of, version
 from sparsecoll.transport import Transport
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.all_ranks import allgather
 
 logger = logging.getLogger(__name__)
 

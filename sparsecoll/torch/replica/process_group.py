@@ -17,8 +17,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from sparsecoll.torch.replica.calls import communicator
 from sparsecoll.transport import SimComm, Transport, launcher
+from sparsecoll.transport.all_ranks import node_members, spread
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import node_members, spread
 from sparsecoll.transport.process_groups import bind
 
 _told: dict[str, str] = {}  # environment variables of torchrun that were set here

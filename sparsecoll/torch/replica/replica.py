@@ -28,8 +28,8 @@ from sparsecoll.torch.tensors.model import (
     sparse_weights,
 )
 from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 
 CURE = "(change the model and the optimizer on all ranks alike, between the same steps)"  # if ranks have other changes
 

@@ -14,7 +14,7 @@ from sparsecoll.formats import Buffer
 from sparsecoll.torch.tensors.layout import has_rows, takes_part
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.transport import Transport
-from sparsecoll.transport.collectives import allgather, disseminate
+from sparsecoll.transport.all_ranks import allgather, disseminate
 
 CHANGED = 1  # a gradient has changed after it was sent: the reduction has to be made again
 JOINED = 2  # this rank has run out of data

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from sparsecoll.kernels.memory import empty
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.tags import CallMismatch
 
 if TYPE_CHECKING:

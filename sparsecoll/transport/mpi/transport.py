@@ -65,7 +65,7 @@ class MpiTransport(Transport):
 
     @property
     def one_node(self) -> bool:  # type: ignore[override]
-        """Whether all ranks are on one machine; known from the first call on, see collectives.node_members."""
+        """Whether all ranks are on one machine; known from the first call on, see all_ranks.node_members."""
         return self.nodes is not None and len(self.nodes) == 1
 
     @cached_property

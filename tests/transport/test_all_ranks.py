@@ -5,8 +5,8 @@ import pytest
 
 import sparsecoll
 from sparsecoll import CommunicationError, simulate
-from sparsecoll.transport import collectives
-from sparsecoll.transport.collectives import allgather, allgatherv, broadcast, disseminate, separated, sum_counts
+from sparsecoll.transport import all_ranks
+from sparsecoll.transport.all_ranks import allgather, allgatherv, broadcast, disseminate, separated, sum_counts
 
 RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16]
 
@@ -103,9 +103,9 @@ def test_damaged_concatenations_raise():
 @pytest.mark.parametrize("P", [1, 3, 5, 8, 11])
 def test_sums_and_maxima_by_either_way(P, monkeypatch):
     def program(comm):
-        return collectives.sums_and_maxima(comm.transport, [comm.rank, 7, 2**40 * (comm.rank + 1)])[:2]
+        return all_ranks.sums_and_maxima(comm.transport, [comm.rank, 7, 2**40 * (comm.rank + 1)])[:2]
 
     expected = ([P * (P - 1) // 2, 7 * P, 2**40 * P * (P + 1) // 2], [P - 1, 7, 2**40 * P])
     for few in (0, 64):
-        monkeypatch.setattr(collectives, "FEW_RANKS", few)
+        monkeypatch.setattr(all_ranks, "FEW_RANKS", few)
         assert simulate(P, program).results == [expected] * P

@@ -1,4 +1,4 @@
-"""Collectives of small arrays over point-to-point messages, for any number of ranks."""
+"""Messages among all ranks: small arrays gathered, summed and spread, for any number of ranks."""
 
 from __future__ import annotations
 
