@@ -32,8 +32,8 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
     Raises:
         TypeError: `comm` is none of these.
         ValueError: This process is not in the group, the group was destroyed, or the mesh has several dimensions.
-        RuntimeError: `comm` is None and stands for one rank, but a launcher has started several processes; or it is of
-            an MPI that knows of one process, beside a process group of several, and not MPI.COMM_SELF.
+        RuntimeError: `comm` is None or of an MPI that knows of one process, but not MPI.COMM_SELF, and a launcher has
+            started several processes, or there is a process group of several.
         CommunicationError: Not all ranks made their first call within the timeout, or MPI has been finalized.
     """
     if isinstance(comm, Transport):
@@ -46,11 +46,12 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
     if isinstance(comm, SimComm):
         return comm.transport
     if _is_mpi4py(comm):
-        from sparsecoll.transport.mpi import mpi_transport
+        from sparsecoll.transport.mpi import mpi_transport, world
 
         transport = mpi_transport(comm, timeout if usable(timeout) else None)
-        if transport.size == 1 and is_alone(comm):
+        if transport.size == 1 and world().Get_size() == 1 and comm != world(self=True):
             _refuse_beside_group()
+            launcher.refuse_one_rank()
         return transport
     if is_group(comm):
         return group_transport(comm, timeout if usable(timeout) else None)
@@ -109,15 +110,6 @@ def shrink(comm: Any) -> Any:
 def _is_mpi4py(comm: Any) -> bool:
     kind = type(comm)
     return kind.__module__ == "mpi4py.MPI" or any(base.__module__.startswith("mpi4py") for base in kind.__mro__)
-
-
-def is_alone(comm: Any) -> bool:
-    """Return whether a communicator is of an MPI that knows of one process, except MPI.COMM_SELF, which says so."""
-    if not _is_mpi4py(comm):
-        return False
-    from sparsecoll.transport.mpi import world
-
-    return bool(world().Get_size() == 1 and comm != world(self=True))
 
 
 def _refuse_beside_group() -> None:

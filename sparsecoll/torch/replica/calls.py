@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sparsecoll.errors import check_integer
-from sparsecoll.transport import LocalTransport, Transport, as_transport, check_timeout, is_alone, launcher
+from sparsecoll.transport import LocalTransport, Transport, as_transport, check_timeout, launcher
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future
@@ -59,12 +59,11 @@ def communicator(comm: Any, timeout: Any = None) -> Transport:
 
     Raises:
         RuntimeError: It has one rank, and a launcher has started several processes: each of them would train on its
-            own. `comm` is None, or the same world given explicitly.
+            own. `comm` is not MPI.COMM_SELF.
     """
-    transport = as_transport(comm, timeout)
-    if comm is not None and transport.size == 1 and (isinstance(transport, LocalTransport) or is_alone(comm)):
+    if isinstance(comm, LocalTransport):
         launcher.refuse_one_rank()
-    return transport
+    return as_transport(comm, timeout)
 
 
 def collective(
