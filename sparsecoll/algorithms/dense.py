@@ -1,4 +1,4 @@
-"""Dense: the sum of all n values, in a fixed order on any transport, or by MPI_Allreduce."""
+"""Dense: the sum of all n values, in a fixed order on any transport."""
 
 from __future__ import annotations
 
@@ -30,12 +30,6 @@ class Dense(Algorithm):
        they arrive, in the cyclic order j, j - 1, j - 2, ...
     2. Every rank sends its summed chunk to every other rank.
 
-    With `native=True`, MPI's own allreduce (MPI_Iallreduce) does both, for sums of finite float32 or float64 values in
-    host memory, not rounded on the wire, on a whole MPI communicator. The order of additions is then MPI's, so a sum
-    may differ from that on the simulator in its last bits. It has the same bits on all ranks: the first call of each
-    dtype and magnitude of n compares checksums of a sum of random values. If they differ, and in all other cases, steps
-    1 and 2 are used.
-
     Vectors whose chunks are shorter than 32 KiB take ceil(log2 P) messages in each of the two steps: recursive halving
     by offsets (see `halving`), which adds in the order of its steps, and Bruck's allgather.
 
@@ -46,13 +40,11 @@ class Dense(Algorithm):
 
     Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense) in 2(P-1) or 2 ceil(log2 P) messages. The bits of
     sparse vectors take another n/16 words and 2 log2 P messages (3n/32 and 2 log2 P + 2 if P is not a power of two).
-    With MPI's own allreduce, volume and messages are those of steps 1 and 2 in 2 ceil(log2 P) messages, whatever MPI
-    sends. Memory: 2n values; n with `native=True` and sparse vectors.
+    Memory: 2n values.
 
     Args:
         k: as in `sparsecoll.Algorithm`.
         selector: as in `sparsecoll.Algorithm`.
-        native: whether to use MPI's own allreduce if possible (default: False).
 
     See Also:
         `sparsecoll.allreduce`.
@@ -62,8 +54,6 @@ class Dense(Algorithm):
     semantics = "exact_sum"
     takes_dense = True
     takes_ops = True
-
-    native: bool = False
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
         marked = _adds_as_it_is(channel, x.dtype)
@@ -75,7 +65,7 @@ class Dense(Algorithm):
             local = DenseVector(x.to_dense(channel.op.neutral(x.dtype)))
         edges = [x.length * j // channel.size for j in range(channel.size + 1)]
         by_messages = _by_halving if is_short(x.length * x.dtype.itemsize, channel.size) else _pairwise
-        reduction = self._natively(channel, x, local) or by_messages(channel, x, local, edges)
+        reduction = by_messages(channel, x, local, edges)
         if isinstance(x, SparseVector) and marked:
             assert isinstance(reduction.value, DenseVector)
             reduction.value = reduction.value.stored()
@@ -85,15 +75,6 @@ class Dense(Algorithm):
             assert isinstance(reduction.value, DenseVector)
             reduction.value = reduction.value.select_mask(bits)
         return reduction
-
-    def _natively(self, channel: Channel, x: Vector, local: DenseVector) -> Reduction | None:
-        """Return the sum by MPI's own allreduce, or None, on all ranks, where that is not possible."""
-        native = self.native and channel.transport.native_sums and channel.size > 1 and channel.finite
-        if not native or x.on_gpu or not _adds_as_it_is(channel, x.dtype):
-            return None
-        value = local if isinstance(x, SparseVector) else DenseVector.empty(x.length, x.dtype, x)
-        with channel.phase("allreduce"):
-            return Reduction(value, x) if channel.transport.allreduce(local.values, value.values) else None
 
 
 def _adds_as_it_is(channel: Channel, dtype: np.dtype[Any]) -> bool:

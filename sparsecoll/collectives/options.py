@@ -225,8 +225,8 @@ class CallOptions:
 
     def channel(self, transport: Transport, x: Vector | RowSparse) -> Channel:
         """Return the channel of a call on vectors, or rows, of the length, width and dtype of x."""
-        form, finite = PACKED if x.width else self.wire_format, self.nonfinite == "raise"
-        return Channel(transport, x.length, form, self.wire_dtype, self.operation, finite, x.width, x.dtype)
+        form = PACKED if x.width else self.wire_format
+        return Channel(transport, x.length, form, self.wire_dtype, self.operation, x.width, x.dtype)
 
     def prepared(self, x: V, transport: Transport) -> V:
         """Return what x contributes to the operation, in place of its values; x itself if nothing changes."""

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
@@ -45,7 +44,6 @@ class Transport(ABC):
         threads: whether calls may run in a thread of their own.
         virtual: whether time is modelled.
         one_node: whether all ranks are on one machine, the same on all of them.
-        native_sums: whether there may be an `allreduce` of the network's own.
         gpu_direct: whether messages in GPU memory are sent without a copy in host memory.
         waits_by, abort: the class of `watchdog`; ends the whole job.
         nodes: the ranks on each node, see `all_ranks.node_members`; None if not known yet.
@@ -58,7 +56,6 @@ class Transport(ABC):
             that of its messages, or -1 if it had none, and that of what was agreed on.
         notices: for each rank that has waited long for this one, the tag for which it waits.
         serial: greater than that of any earlier communicator of one of the ranks, if their messages might be mixed up.
-        met: number of the last call in which each rank has had a message of every other one.
         agreed: dict from a checksum of what all ranks have agreed on to its number, the least recently used first.
         validated: arguments that have been validated on this communicator, see `collectives.allreduce.arguments_of`.
         epoch: number of calls that have failed, the same on all ranks.
@@ -71,7 +68,6 @@ class Transport(ABC):
     threads = False
     virtual = False
     one_node = False
-    native_sums = False
     gpu_direct = True
     waits_by: type[Watchdog] = Watchdog
     cure = "use each communicator from one thread at a time"
@@ -86,7 +82,7 @@ class Transport(ABC):
         self.worker: Any = None
         self._caller = threading.RLock()  # held by the thread that makes a blocking call
         self.tag = FIRST_TAG
-        self.calls = self.met = self.serial = self.epoch = 0
+        self.calls = self.serial = self.epoch = 0
         self.history: dict[int, list[int]] = {}
         self.notices: dict[int, int] = {}
         self.agreed: dict[int, int] = {}
@@ -316,22 +312,6 @@ class Transport(ABC):
 
     def progress(self) -> None:  # noqa: B027 - a transport that needs no polling has nothing to do
         """Receive the messages that have arrived, before a long computation."""
-
-    def allreduce(self, values: NDArray[Any], out: NDArray[Any]) -> bool:
-        """Sum arrays in host memory by the network's own allreduce, with the same bits on all ranks; collective.
-
-        Messages cannot be counted. Counted are what a reduce-scatter and an allgather receive: 2m(P-1)/P bytes in
-        2 ceil(log2 P) messages.
-
-        Args:
-            values: array of m bytes of float32 or float64, of the same size on all ranks; without NaN and infinity, as
-                the payload of a NaN depends on the order in which it is added.
-            out: memory for the sum; may be `values`.
-
-        Returns:
-            Whether that was possible, the same on all ranks. Otherwise `out` has not been written.
-        """
-        return False
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context manager: count and time the enclosed messages under `name`, without those of nested phases."""

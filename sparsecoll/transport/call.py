@@ -177,7 +177,6 @@ class CollectiveCall:
             held, keys = zip(*rows, strict=True)
             if set(keys) != {key} or (min(held) < 0) != (entries is None):
                 raise CallMismatch("ranks disagree")
-            transport.met = transport.calls
             counts = list(held) if entries is not None else []
         else:
             self._numbers.append(-1)

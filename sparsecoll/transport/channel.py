@@ -32,7 +32,6 @@ class Channel:
         format: format of sparse messages (default: the smallest).
         value_dtype: name of the dtype of values on the wire; None, the default, for their own.
         op: how values of the same index are combined (default: the sum).
-        finite: whether all ranks' values are known to be finite (default: False).
         width: number of values in a row, if the call is one on RowSparse (default: 0): what is a vector below is then a
             RowSparse, and the format must be Packed.
         dtype: of the vectors of the call, and of its results; None, the default, for that of the parts of a sum.
@@ -50,7 +49,6 @@ class Channel:
     format: Format = FORMATS["auto"]
     value_dtype: str | None = None
     op: Operation = SUM
-    finite: bool = False
     width: int = 0
     dtype: np.dtype[Any] | None = None
     held: list[int] = field(init=False, default_factory=list)

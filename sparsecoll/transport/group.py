@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from sparsecoll.errors import CommunicationError
@@ -32,16 +30,10 @@ class GroupTransport(Transport):
         self.parent = parent
         self.members = members
         self.virtual, self.traffic = parent.virtual, parent.traffic
-        self.met = -1  # arguments are compared by the parent
-
-    @contextlib.contextmanager
-    def set_up(self) -> Iterator[None]:
-        with self.parent.set_up(), super().set_up():
-            yield
 
     def _counters(self) -> tuple[Counts, ...]:
         """Messages outside of a phase of the group count in the parent's."""
-        return super()._counters() if self._phase or self._setting_up else self.parent._counters()
+        return super()._counters() if self._phase else self.parent._counters()
 
     def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
         self.parent._isend(self.members[destination], buffer, self.parent.tag)

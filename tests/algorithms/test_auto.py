@@ -176,15 +176,6 @@ def test_an_unknown_want_is_refused():
         Auto(want="all")
 
 
-@pytest.mark.parametrize("P", [1, 3])
-def test_dense_sums_are_the_librarys_own_without_mpi(P):
-    def program(comm, algo):
-        return sparsecoll.allreduce(comm, SparseVector([comm.rank, 5], np.array([-1.0, 0.5]), 8), algo)
-
-    mine, theirs = (simulate(P, lambda comm, a=a: program(comm, a)).results[0] for a in (Dense(native=True), Dense()))
-    assert same_bits(mine, theirs)
-
-
 @pytest.mark.parametrize("limit", [{"density": 1.0}, {"density": 0.1}, {"k": 2**70}])
 def test_a_limit_far_above_the_entries_is_not_taken_for_their_number(limit):
     def program(comm):

@@ -140,7 +140,7 @@ def transports(world):
 
     def make(rank):
         made = transport.MpiTransport(Comm(world, rank, queues))
-        made.chunk, made.native_sums = chunk, False
+        made.chunk = chunk
         return made
 
     return make

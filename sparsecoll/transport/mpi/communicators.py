@@ -92,7 +92,6 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> N
         transport.worker = None
     # The duplicate of a broken one is kept: a new communicator would receive the messages left in it.
     if not MPI.Is_finalized() and not transport.broken:
-        transport.native_sum.free()
         transport.comm.Free()
     transport.close()
 

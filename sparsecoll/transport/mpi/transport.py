@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
@@ -20,10 +19,9 @@ from sparsecoll.transport import process
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.launcher import machine
 from sparsecoll.transport.mpi import info
-from sparsecoll.transport.mpi.allreduce import NativeSum
 from sparsecoll.transport.mpi.messages import IncomingMessage
 from sparsecoll.transport.mpi.waiting import Waiter
-from sparsecoll.transport.tags import ERROR_TAG, FIRST_TAG, NUMBERS, PHASES, REVOKE_TAG, STALL_TAG, parts_of, report_of
+from sparsecoll.transport.tags import ERROR_TAG, FIRST_TAG, NUMBERS, PHASES, STALL_TAG, parts_of, report_of
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED
 
 T = TypeVar("T")
@@ -41,10 +39,8 @@ class MpiTransport(Transport):
         chunk: bytes of the longest message that is sent as one.
         status: of the message that was probed last.
         expected: for each source, the receive requests that are not complete.
-        native_sum: MPI's own allreduce.
     """
 
-    native_sums = True
     waits_by = Waiter
     cure = "continue with a new one, such as MPI.COMM_WORLD.Dup()"
 
@@ -61,7 +57,6 @@ class MpiTransport(Transport):
         self._notices_sent: list[tuple[Any, Buffer]] = []
         self._kept: list[Any] = []
         self._leaving: Any = None  # the barrier of ranks whose programs have ended
-        self.native_sum = NativeSum(self)
 
     @property
     def one_node(self) -> bool:  # type: ignore[override]
@@ -155,14 +150,6 @@ class MpiTransport(Transport):
             if not queue:
                 self._sources.discard(source)
 
-    def allreduce(self, values: NDArray[Any], out: NDArray[Any]) -> bool:
-        self._check()
-        return self.native_sum(values, out)
-
-    def reset(self) -> None:
-        super().reset()
-        self.native_sum.reset()
-
     # -- ranks in different calls
 
     def _notify(self, peer: int, message: Buffer) -> None:
@@ -207,14 +194,6 @@ class MpiTransport(Transport):
             if not arrived:
                 waiter.pause()
         self.waitall()
-
-    def reported(self) -> bool:
-        """Return whether there is a report of an error in this call, or of a communicator that is broken.
-
-        One of the next calls is not for this call, which its sender has finished.
-        """
-        tags = (REVOKE_TAG, *(ERROR_TAG + (self.calls - back) % PHASES for back in (0, 1)))
-        return any(self.comm.Iprobe(MPI.ANY_SOURCE, 2 * tag) for tag in tags)
 
     def revoke(self, report: Buffer) -> None:
         with contextlib.suppress(CommunicationError):

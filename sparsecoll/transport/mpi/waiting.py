@@ -24,14 +24,8 @@ class Waiter(Watchdog):
 
     _seconds, _polls = SHORTEST_SECONDS, 1
 
-    def pause(self, moving: bool = False) -> bool:
-        """Let some time pass; log a warning when it is due.
-
-        Args:
-            moving: whether only polls move on what this rank waits for, so that sleeps stay short (default: False).
-
-        Returns:
-            Whether the rank has slept.
+    def pause(self) -> bool:
+        """Let some time pass, and log a warning when it is due; return whether the rank has slept.
 
         Raises:
             CommunicationError: The timeout is over.
@@ -45,6 +39,6 @@ class Waiter(Watchdog):
             self._polls = 1
             return False
         time.sleep(self._seconds)
-        self._seconds = SHORTEST_SECONDS if moving else min(2 * self._seconds, LONGEST_SECONDS)
+        self._seconds = min(2 * self._seconds, LONGEST_SECONDS)
         self._polls = POLLS
         return True
