@@ -157,7 +157,7 @@ class Arguments:
 
 def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, return_reduction: bool) -> Any:
     """Convert x, agree on the arguments, sum, and convert the result."""
-    transport, vector, back, shape, layout = call.transport, x, UNCHANGED, (), NOTHING
+    transport, vector, back, shape = call.transport, x, UNCHANGED, ()
     before = transport.traffic.copy() if return_reduction else transport.traffic
     if isinstance(x, (SparseVector, DenseVector)):
         pass  # nothing to convert
@@ -168,9 +168,9 @@ def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, re
             return back(options.result(vector, transport))
     else:
         vector, back = options.as_rows(x, algo, return_reduction) or convert.to_vector(x)
-        shape, layout = tuple(getattr(x, "shape", ())), back.layout()
+        shape = tuple(getattr(x, "shape", ()))
     algorithm = as_algorithm(algo, vector.width > 0)
-    arguments = arguments_of(call, vector, algorithm, options, shape, layout)
+    arguments = arguments_of(call, vector, algorithm, options, shape)
     options = arguments.options
     if return_reduction and not options.operation.sums:
         raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")

@@ -116,7 +116,7 @@ def allreduce_init(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
         x: example of the vectors: any type that `sparsecoll.allreduce` takes, except RowSparse and those with keys
-            instead of a length. Hybrid tensors and BSR matrices are summed as vectors. It is not summed itself.
+            instead of a length. Hybrid tensors are summed as vectors. It is not summed itself.
         algo: name or Algorithm object, as in `sparsecoll.allreduce` (default: "auto"). The plan keeps one object, so
             that thresholds and boundaries are kept between its calls. "auto" chooses for the example's entries.
         k: number of entries that each rank selects; None, the default, for the algorithm's own k, or else for all

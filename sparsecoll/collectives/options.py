@@ -17,6 +17,7 @@ from sparsecoll import formats
 from sparsecoll.algorithms import ROW_ALGORITHMS, Algorithm
 from sparsecoll.collectives import convert, keyed
 from sparsecoll.collectives.convert.back import Back
+from sparsecoll.collectives.convert.tensors import ToArray
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
@@ -248,12 +249,10 @@ class CallOptions:
             converted = keyed.to_vector(call, x, self)[:2]
         entries, back = self.to_entries(x, sums, converted)
         rows = entries.width > 0
-        call.signature |= {
-            **self.signature(entries, call.transport),
-            **convert.shape_of(x),
-            **back.layout(),
-            "k": self.resolve_k(entries.length),
-        }
+        call.signature |= self.signature(entries, call.transport) | convert.shape_of(x)
+        call.signature |= {"k": self.resolve_k(entries.length)}
+        if isinstance(back, ToArray):
+            call.signature |= {"x": "an array", "shape": list(back.shape)}
         channel = self.channel(call.transport, entries)
         channel.held = call.agree(entries.nnz if rows else None, self.check)
         channel.limit(entries.dtype)

@@ -46,7 +46,7 @@ def reduce_scatter(comm: AnyComm, x: Any, boundaries: Edges = None, **options: U
         x: vector, array or RowSparse as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
         boundaries: P + 1 ascending indices from 0 to the length, the same on all ranks; None, the default, for P equal
             parts. For a RowSparse, they are row numbers from 0 to n; without them, its parts depend on `owner`.
-        owner: for a RowSparse, a hybrid torch.sparse_coo tensor or a BSR matrix: which rank receives a row. "hash"
+        owner: for a RowSparse or a hybrid torch.sparse_coo tensor: which rank receives a row. "hash"
             (the default for a RowSparse without `boundaries`) chooses it by a hash of the row number (see
             `sparsecoll.RowSparse.owners`), "range" gives each rank n/P successive rows, and "quantile" gives each rank
             successive rows so that the ranks' stored rows are divided equally. None, the default, for other types.

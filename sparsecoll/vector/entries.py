@@ -16,7 +16,6 @@ from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, to_
 from sparsecoll.telemetry.trace import listening, span
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import combined, sorted_order
-from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
 from sparsecoll.vector.values import (
     Values,
     accumulator_dtype,
@@ -99,18 +98,6 @@ class Entries(Values):
         """
         stored, values, length = pairs(indices, values, length)
         return cls.from_sorted_unchecked(*combined(stored, values, op), length)
-
-    @classmethod
-    def from_scipy(cls, x: Any) -> Self:
-        """Return the stored entries of a SciPy sparse array or matrix of any format, one row after the other.
-
-        Explicit zeros stay, and duplicates are summed.
-
-        >>> import scipy.sparse
-        >>> sparsecoll.SparseVector.from_scipy(scipy.sparse.csr_array([[0.0, 2.0], [3.0, 0.0]])).indices
-        array([1, 2], dtype=uint32)
-        """
-        return cls.from_sorted_unchecked(*scipy_entries(x))
 
     @classmethod
     def merge(cls, parts: Sequence[Self], dtype: np.dtype[Any], op: Operation = SUM) -> Self:
@@ -206,25 +193,6 @@ class Entries(Values):
                 dense[:] = fill
                 dense[self.indices] = self.values
         return dense
-
-    def to_scipy(self, shape: tuple[int, ...] | None = None, format: str = "coo") -> Any:
-        """Return a SciPy sparse array in canonical form, which shares the memory of the values where it can.
-
-        Args:
-            shape: of as many coordinates as the vector has; None, the default, for (length,).
-            format: "coo" (the default), "csr", "csc" or another of SciPy's.
-
-        Raises:
-            ValueError: The shape has another number of coordinates.
-
-        >>> sparsecoll.SparseVector([1, 4], np.array([2.0, -3.0]), 6).to_scipy((2, 3), "csr").toarray()
-        array([[ 0.,  2.,  0.],
-               [ 0., -3.,  0.]])
-        """
-        shape = (self.length,) if shape is None else tuple(shape)
-        if math.prod(map(int, shape)) != self.length:
-            raise ValueError(f"shape: expected {self.length} coordinates, got shape {shape}")
-        return to_scipy(to_host(self.indices), to_host(self.values), shape, f"{format}_array")
 
     def astype(self, dtype: Any) -> Self:
         """Return the entries as `dtype`, as NumPy casts them; where real floats become narrower ones, finite values

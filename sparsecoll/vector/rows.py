@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.dense import DenseVector
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import combined, run_starts, run_sums, sorted_order
-from sparsecoll.vector.scipy_arrays import blocks_of
 from sparsecoll.vector.sparse import MULTIPLIERS, SparseVector
 from sparsecoll.vector.values import (
     ROWS,
@@ -112,31 +110,6 @@ class RowSparse(Arithmetic):
         return cls.from_sorted_unchecked(rows.astype(index_dtype(n)), table[rows], n)
 
     @classmethod
-    def from_scipy(cls, x: Any) -> Self:
-        """Return the rows of a SciPy BSR array or matrix whose blocks are as wide as it is.
-
-        A block of several rows counts as one row of as many values. Blocks of zeros stay, duplicates are summed.
-
-        Raises:
-            ValueError: The blocks are narrower than the matrix.
-            TypeError: x is of another format.
-
-        >>> import scipy.sparse
-        >>> x = scipy.sparse.bsr_array(np.diag([0.0, 2.0, 3.0]), blocksize=(1, 3))
-        >>> sparsecoll.RowSparse.from_scipy(x).rows
-        array([1, 2])
-        """
-        if getattr(x, "format", None) != "bsr":
-            raise TypeError(f"x: expected a BSR array or matrix of SciPy, got {type(x).__name__}: use x.tobsr()")
-        if x.blocksize[1] != x.shape[1]:
-            raise ValueError(
-                f"x: expected blocks as wide as the matrix, got {x.blocksize} of shape {x.shape}:"
-                f" use x.tobsr((1, {x.shape[1]}))"
-            )
-        numbers, values = blocks_of(x)
-        return cls.from_pairs(numbers, values, x.shape[0] // x.blocksize[0])
-
-    @classmethod
     def merge(cls, parts: Sequence[Self], dtype: np.dtype[Any], op: Operation = SUM) -> Self:
         """Return the rows of one or more parts; values of the same row are combined in the order of `parts`.
 
@@ -204,14 +177,6 @@ class RowSparse(Arithmetic):
         if not np.can_cast(self.dtype, table.dtype, "same_kind"):
             raise TypeError(f"table: expected a dtype to which {self.dtype} can be added, got {table.dtype}")
         kernels_of_values(table).scatter_add_rows(table, self.rows, saturating_cast(self.values, table.dtype))
-
-    def to_scipy(self) -> Any:  # type: ignore[override]
-        """Return a SciPy BSR array of shape (n, d) with blocks of one row, which shares the memory of the values."""
-        sparse = importlib.import_module("scipy.sparse")
-        starts = np.searchsorted(to_host(self.indices), np.arange(self.n + 1, dtype=self.indices.dtype))
-        columns = np.zeros(self.nnz, np.int64)
-        values = to_host(self.values).reshape(self.nnz, 1, self.d)
-        return sparse.bsr_array((values, columns, starts), shape=self.shape, blocksize=(1, self.d))
 
     # Parts
 

@@ -57,19 +57,6 @@ def block_shape(x: Any) -> tuple[int, int]:
     return -(-m // max(height, 1)), -(-n // max(width, 1))
 
 
-def blocks_of(x: Any) -> tuple[Any, Any]:
-    """Return the numbers of the stored blocks of a SciPy BSR matrix, and their values, one block in a row.
-
-    Raises:
-        ValueError: As `used_indices`.
-    """
-    size = x.blocksize[0] * x.blocksize[1]
-    high, wide = block_shape(x)
-    columns = used_indices(x, high, wide).astype(np.int64)
-    block_rows = np.repeat(np.arange(high, dtype=np.int64), np.diff(x.indptr))
-    return block_rows * wide + columns, np.ascontiguousarray(x.data[: columns.size]).reshape(columns.size, size)
-
-
 @functools.lru_cache(maxsize=16)
 def _without_arrays(cls: Any, shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
     made = cls(shape, dtype=dtype)

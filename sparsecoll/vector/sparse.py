@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
 from sparsecoll.kernels.memory import asarray_like, empty, on_gpu, to_host
 from sparsecoll.vector.arithmetic import Arithmetic
+from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
 from sparsecoll.vector.values import SMALLEST
 
 FEW = 4096  # values of which NumPy tells sooner than a kernel whether they are finite
@@ -89,6 +91,37 @@ class SparseVector(Arithmetic):
             indices[count:stop], values[count:stop] = part.indices, part.values
             count = stop
         return cls.from_sorted_unchecked(indices[:count], values[:count], first.length)
+
+    @classmethod
+    def from_scipy(cls, x: Any) -> SparseVector:
+        """Return the stored entries of a SciPy sparse array or matrix of any format, one row after the other.
+
+        Explicit zeros stay, and duplicates are summed.
+
+        >>> import scipy.sparse
+        >>> sparsecoll.SparseVector.from_scipy(scipy.sparse.csr_array([[0.0, 2.0], [3.0, 0.0]])).indices
+        array([1, 2], dtype=uint32)
+        """
+        return cls.from_sorted_unchecked(*scipy_entries(x))
+
+    def to_scipy(self, shape: tuple[int, ...] | None = None, format: str = "coo") -> Any:
+        """Return a SciPy sparse array in canonical form, which shares the memory of the values where it can.
+
+        Args:
+            shape: of as many coordinates as the vector has; None, the default, for (length,).
+            format: "coo" (the default), "csr", "csc" or another of SciPy's.
+
+        Raises:
+            ValueError: The shape has another number of coordinates.
+
+        >>> sparsecoll.SparseVector([1, 4], np.array([2.0, -3.0]), 6).to_scipy((2, 3), "csr").toarray()
+        array([[ 0.,  2.,  0.],
+               [ 0., -3.,  0.]])
+        """
+        shape = (self.length,) if shape is None else tuple(shape)
+        if math.prod(map(int, shape)) != self.length:
+            raise ValueError(f"shape: expected {self.length} coordinates, got shape {shape}")
+        return to_scipy(to_host(self.indices), to_host(self.values), shape, f"{format}_array")
 
     # Parts of the entries
 

@@ -139,7 +139,7 @@ def test_starts_of_compressed_matrices_that_are_broken(form, position, wrong):
     sparse = pytest.importorskip("scipy.sparse")
     x = sparse.csr_array(np.kron(np.eye(3), np.ones((2, 2)))).asformat(form)
     x.indptr[position] = wrong
-    for convert in (as_vector, lambda x: sparsecoll.allreduce(None, x)):  # which takes the blocks of BSR as rows
+    for convert in (as_vector, lambda x: sparsecoll.allreduce(None, x)):
         with pytest.raises(ValueError, match="x: expected indptr to ascend from 0 to at most"):
             convert(x)
 

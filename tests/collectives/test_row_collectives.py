@@ -154,21 +154,6 @@ def test_hybrid_tensors_of_torch_are_rows(outer, inner):
     assert torch.equal(sum(part.to_dense() for _, _, part, _ in results), expected)
 
 
-def test_blocks_of_bsr_matrices_are_rows():
-    sparse = pytest.importorskip("scipy.sparse")
-
-    def program(comm):
-        dense = np.zeros((6, 8))
-        dense[2 * comm.rank : 2 * comm.rank + 2, 4:] = comm.rank + 1
-        x = sparse.bsr_matrix(dense, blocksize=(2, 4))
-        return sparsecoll.allreduce(comm, x), *sparsecoll.allgather(comm, x)
-
-    for y, *parts in simulate(3, program).results:
-        assert type(y) is sparse.bsr_matrix and y.blocksize == (2, 4) and y.has_canonical_format
-        assert y.toarray()[:, 4:].tolist() == np.repeat([1, 2, 3], 2 * 4).reshape(6, 4).tolist() and y.nnz == 24
-        assert [part.nnz for part in parts] == [8, 8, 8]
-
-
 def test_boundaries_say_which_rank_gets_a_row():
     def program(comm):
         return sparsecoll.reduce_scatter(comm, rows_of(comm.rank), [0, 1, 30, N]).rows.tolist()
@@ -205,38 +190,6 @@ def test_rows_on_some_ranks_alone():
         return sparsecoll.allreduce(comm, x).nnz
 
     assert len(set(simulate(3, program).results)) == 1
-
-
-@pytest.mark.parametrize("call", [sparsecoll.allreduce, sparsecoll.allgather])
-@pytest.mark.parametrize(
-    ("shape", "blocks", "text"),
-    [
-        ((6, 6), (3, 2), r"^blocksize: expected .* \[2, 3\] on rank 0, \[3, 2\] on rank 1$"),
-        ((4, 9), (2, 3), r"^shape: expected .* \[6, 6\] on rank 0, \[4, 9\] on rank 1$"),
-        ((6, 6), (1, 2), r"blocksize: expected .* \[2, 3\] on rank 0, \[1, 2\] on rank 1(;|$)"),
-    ],
-)
-def test_blocks_of_other_shapes_are_refused(call, shape, blocks, text):
-    """The first two are as many rows of as many values, which stand for other entries of the matrix."""
-    sparse = pytest.importorskip("scipy.sparse")
-
-    def program(comm):
-        x = sparse.bsr_array(np.eye(6) if comm.rank == 0 else np.ones(shape), blocksize=blocks if comm.rank else (2, 3))
-        with pytest.raises(CommunicationError, match=text):
-            call(comm, x)
-
-    simulate(2, program)
-
-
-def test_blocks_that_are_rows_may_meet_other_types_of_rows():
-    sparse = pytest.importorskip("scipy.sparse")
-
-    def program(comm):
-        x = sparse.bsr_array(np.eye(6), blocksize=(1, 6)) if comm.rank else RowSparse(np.arange(6), np.eye(6), 6)
-        y = sparsecoll.allreduce(comm, x)
-        return (y.toarray() if comm.rank else y.to_dense()).tolist()
-
-    assert simulate(2, program).results == [(2 * np.eye(6)).tolist()] * 2
 
 
 def test_hybrid_tensors_of_other_shapes_are_refused():

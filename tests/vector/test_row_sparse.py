@@ -74,18 +74,6 @@ def test_a_table_that_cannot_take_the_rows_is_left_as_it_is():
     assert not table.any() and not whole.any()
 
 
-def test_bsr_matrices_become_rows_and_come_back():
-    sparse = pytest.importorskip("scipy.sparse")
-    x = x_of()
-    assert RowSparse.from_scipy(x.to_scipy()) == x and x.to_scipy().blocksize == (1, 2)
-    tall = sparse.bsr_array(np.arange(12.0).reshape(6, 2), blocksize=(2, 2))
-    assert RowSparse.from_scipy(tall).shape == (3, 4)
-    with pytest.raises(ValueError, match=r"use x.tobsr\(\(1, 4\)\)"):
-        RowSparse.from_scipy(sparse.bsr_array(np.ones((4, 4)), blocksize=(2, 2)))
-    with pytest.raises(TypeError, match=r"use x\.tobsr"):
-        RowSparse.from_scipy(sparse.csr_array(np.ones((2, 2))))
-
-
 @pytest.mark.parametrize(
     "rows, values, n, error, text",
     [

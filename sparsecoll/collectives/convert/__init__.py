@@ -15,13 +15,13 @@ import numpy as np
 
 from sparsecoll.collectives.convert.back import Back, ToTriple
 from sparsecoll.collectives.convert.mappings import ToMapping, ToSeries, from_mapping, from_series
-from sparsecoll.collectives.convert.matrices import ToBsr, ToPydata, ToScipy, from_pydata, from_scipy, rows_of_bsr
+from sparsecoll.collectives.convert.matrices import ToPydata, ToScipy, from_pydata, from_scipy
 from sparsecoll.collectives.convert.tensors import ToArray, ToTorch, from_torch, rows_of_hybrid
 from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
 from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
-KINDS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries, ToBsr, ToArray)
+KINDS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries, ToArray)
 BACKS = {kind.__name__: kind for kind in KINDS}
 TYPES = "a SparseVector, an array, a sparse array of SciPy or pydata, a tensor, (indices, values, length), or a mapping"
 CURES = {
@@ -147,8 +147,6 @@ def to_rows(x: Any) -> tuple[RowSparse, Back] | None:
     if isinstance(x, RowSparse):
         return x, Back()
     library = type(x).__module__.partition(".")[0]
-    if library == "scipy" and getattr(x, "format", None) == "bsr":
-        return rows_of_bsr(x)
     if library == "torch" and str(getattr(x, "layout", "")) == "torch.sparse_coo" and x.device.type == "cpu":
         return rows_of_hybrid(x)
     return None

@@ -24,10 +24,6 @@ class Back:
         """Return the fields by name, as JSON values."""
         return asdict(self)
 
-    def layout(self) -> dict[str, Any]:
-        """Return what ranks compare of rows besides their shape: where in x the values of a row are."""
-        return {}
-
     @classmethod
     def of_fields(cls, fields: dict[str, Any]) -> Back:
         """Invert `fields`."""

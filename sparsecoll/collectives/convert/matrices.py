@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.vector import RowSparse, SparseVector
+from sparsecoll.vector import SparseVector
 from sparsecoll.vector.coordinates import coordinates, count, flat_indices, used_indices
 from sparsecoll.vector.pairs import combined
-from sparsecoll.vector.scipy_arrays import blocks_of, to_scipy
+from sparsecoll.vector.scipy_arrays import to_scipy
 from sparsecoll.vector.values import native_values
 
 
@@ -71,38 +71,3 @@ class ToPydata(Back):
             return coo
         axes = {"compressed_axes": tuple(self.compressed_axes)} if self.compressed_axes else {}  # none in one dimension
         return coo.asformat(self.form, **axes)
-
-
-def rows_of_bsr(x: Any) -> tuple[RowSparse, Back] | None:
-    """Return the blocks of a BSR matrix as rows, and their Back; None if there are no blocks."""
-    if not math.prod(x.blocksize) or not x.shape[1]:
-        return None
-    numbers, values = blocks_of(x)
-    blocks = count(x.shape) // math.prod(x.blocksize)
-    back = ToBsr(type(x).__name__, tuple(map(int, x.shape)), x.indices.dtype.name, tuple(map(int, x.blocksize)))
-    return RowSparse.from_pairs(numbers, values, blocks), back
-
-
-@dataclass(frozen=True)
-class ToBsr(Back):
-    """Returns a BSR array or matrix of scipy.sparse in canonical form."""
-
-    kind: str
-    shape: Sequence[int]
-    index_dtype: str
-    blocksize: Sequence[int]
-
-    def layout(self) -> dict[str, Any]:
-        whole = tuple(self.blocksize) == (1, self.shape[1])  # rows, as of any other type
-        return {} if whole else {"blocksize": list(self.blocksize)}
-
-    def __call__(self, y: Any) -> Any:
-        height, width = self.blocksize
-        wide = self.shape[1] // width
-        starts = np.searchsorted(y.rows, np.arange(self.shape[0] // height + 1) * wide).astype(self.index_dtype)
-        columns = (y.rows % wide).astype(self.index_dtype)
-        made = getattr(importlib.import_module("scipy.sparse"), self.kind)(
-            (y.values.reshape(-1, height, width), columns, starts), shape=tuple(self.shape)
-        )
-        made.has_canonical_format = True
-        return made

@@ -115,9 +115,6 @@ class ToArray(Back):
     library: str
     shape: Sequence[int]
 
-    def layout(self) -> dict[str, Any]:
-        return {"x": "an array", "shape": list(self.shape)}
-
     def __call__(self, y: Any) -> Any:
         values = y.values.reshape(tuple(self.shape))
         return tensor_of(values) if self.library == "torch" else values if self.library else DenseVector(values)
