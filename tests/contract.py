@@ -71,12 +71,6 @@ def _pydata(x):
     return sparse.COO(np.array(np.unravel_index(x.indices.astype(np.int64), (2, 4, 5))), x.values, (2, 4, 5))
 
 
-def _series(x):
-    import pandas
-
-    return pandas.Series(x.values, index=x.indices.astype(np.int64))
-
-
 def _torch(x):
     import torch
 
@@ -104,11 +98,10 @@ TYPES = {  # how a vector becomes an x of this type
     "dict": _keyed(dict, int),
     "Counter of str": _keyed(lambda pairs: Counter(dict(pairs)), str),
     "dict of bytes": _keyed(dict, lambda key: str(key).encode()),
-    "Series": _series,
     "torch": _torch,
 }
-LIBRARIES = {"COO": "sparse", "Series": "pandas", "torch": "torch", "bfloat16": "ml_dtypes"}
-KEYED = ("dict", "Counter of str", "dict of bytes", "Series")
+LIBRARIES = {"COO": "sparse", "torch": "torch", "bfloat16": "ml_dtypes"}
+KEYED = ("dict", "Counter of str", "dict of bytes")
 WIDE = {"b": "bool", "f": "float64", "c": "complex128"}  # what the values of a dict become
 
 
@@ -116,7 +109,7 @@ def held_by(kind, dtype):
     """The dtype of the values in an x of this type; None if it cannot have values of `dtype`."""
     if kind in ("csr", "csc", "bsr", "coo, 3-D") and dtype.name in ("float16", "bfloat16"):
         return None
-    if kind in ("big-endian", "COO", "Series") and dtype.name == "bfloat16":
+    if kind in ("big-endian", "COO") and dtype.name == "bfloat16":
         return None
     if kind == "torch" and dtype.name in ("uint16", "uint32", "uint64", "bfloat16"):
         return None

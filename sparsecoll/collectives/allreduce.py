@@ -75,10 +75,10 @@ def allreduce(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack[Allr
             the default process group if torch.distributed is initialized, otherwise for MPI.COMM_WORLD, or for one rank
             without MPI; or what `sparsecoll.simulate` passes to its function. The first call is collective.
         x: SparseVector, RowSparse, tuple (indices, values, length), SciPy or pydata sparse matrix, torch tensor (dense
-            or sparse_coo), dict or Counter with keys of int, str, bytes or tuples of int and str, pandas Series with
-            integer labels, or dense NumPy, CuPy or DLPack array of any shape, of bool, integers, floats or complex
-            numbers (see `sparsecoll.as_vector`). Dtype, length and shape must be the same on all ranks (except of keyed
-            types), and x must be on the GPU on all ranks or on none. It is not changed.
+            or sparse_coo), dict or Counter with keys of int, str, bytes or tuples of int and str, or dense NumPy, CuPy
+            or DLPack array of any shape, of bool, integers, floats or complex numbers (see `sparsecoll.as_vector`).
+            Dtype, length and shape must be the same on all ranks (except of keyed types), and x must be on the GPU on
+            all ranks or on none. It is not changed.
         algo: name in `sparsecoll.ALGORITHMS`, which creates a new algorithm object, or an Algorithm object, which keeps
             thresholds and boundaries between calls. "auto" (the default), "dense", "allgather", "sparcml",
             "densestream" and "hierarchical" compute the exact sum of the selected entries, "oktopk" its top k,
@@ -111,9 +111,9 @@ def allreduce(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack[Allr
 
     Volume: that of the algorithm (see its class), plus 4(P-1) words, or 8 ceil(log2 P) with more than 64 ranks, in
     calls whose arguments are new on the communicator, in calls without `k` and `density`, and in exact sums with a k
-    above 65,536 and a sixteenth of the length. Later calls are compared by the tags of their messages. A dict or a
-    Series takes 8(P-1) more words, by which the ranks agree on the length and the dtype; with few keys, up to 8,192 on
-    all ranks together, "auto" sends all entries to all ranks in the ceil(log2 P) messages that compare the arguments.
+    above 65,536 and a sixteenth of the length. Later calls are compared by the tags of their messages. A dict takes
+    8(P-1) more words, by which the ranks agree on the length and the dtype; with few keys, up to 8,192 on all ranks
+    together, "auto" sends all entries to all ranks in the ceil(log2 P) messages that compare the arguments.
 
     See Also:
         `sparsecoll.iallreduce`, `sparsecoll.reduce`, `sparsecoll.reduce_scatter`, `sparsecoll.allgather`,

@@ -39,7 +39,7 @@ def alltoallv(comm: AnyComm, x: Mapping[int, T], **options: Unpack[MoveOptions])
 
     Returns:
         Dict from each rank that has sent to this one, ascending, to its vector, of the type and shape that it has
-        there, rounded as on the wire. For a type of SciPy, pydata, pandas or torch, the receiver needs that library.
+        there, rounded as on the wire. For a type of SciPy, pydata or torch, the receiver needs that library.
 
     Volume: ceil(log2 P) messages with at most two words for each pair that passes through this rank (about log2 P words
     for each partner), then one message from each partner: its entries and some 100 bytes that describe the type.

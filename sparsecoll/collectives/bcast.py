@@ -28,7 +28,7 @@ def bcast(comm: AnyComm, x: T | None, root: int = 0, **options: Unpack[MoveOptio
 
     Returns:
         The vector, rounded as on the wire, of the type and shape of the root's x on every rank. Where that is a type of
-        SciPy, pydata, pandas or torch, every rank needs the library.
+        SciPy, pydata or torch, every rank needs the library.
 
     Volume: each rank receives 2k words, or the values of a dense array, and some 100 bytes that say the type.
 

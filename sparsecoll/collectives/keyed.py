@@ -1,4 +1,4 @@
-"""Collectives of types that have keys and no length: mappings from integers, strings or tuples, and pandas Series.
+"""Collectives of types that have keys and no length: mappings from integers, strings or tuples.
 
 `to_vector` makes vectors of them, of one length, dtype and table of keys on all ranks. All ranks use the wider of their
 dtypes, and the largest integer of all ranks plus one as the length. The index of a string is its position in a table of
@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert import words
-from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.mappings import EXACT, ToMapping
+from sparsecoll.collectives.convert.mappings import EXACT, ToMapping, from_mapping
 from sparsecoll.collectives.convert.words import Table, Text, table_of, unpacked
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
@@ -32,12 +30,12 @@ if TYPE_CHECKING:
 
 KEYS = ("integers", "str", "bytes", "tuples")
 KINDS = 64  # more than types of keys times dtypes
-BOUNDS = 256  # more than twice the bits of an integer
+BOUNDS = 256  # more than the bits of an integer
 INT64 = np.iinfo(np.int64).max
 HEAD = 8  # bytes of a message for `_kind_of` the entries
 KEY_BYTES = 64  # of a key on average, above which a rank does not send its keys in the first round
 
-Keyed = tuple[SparseVector, Back]
+Keyed = tuple[SparseVector, ToMapping]
 
 
 def to_vector(
@@ -46,7 +44,7 @@ def to_vector(
     options: CallOptions,
     at_once: dict[str, Any] | None = None,
     root: int | None = None,
-) -> tuple[Any, Back, bool]:
+) -> tuple[Any, ToMapping, bool]:
     """Return a type with keys as a vector, of the same length, dtype and keys on all ranks; collective.
 
     Args:
@@ -58,10 +56,9 @@ def to_vector(
         (vector, Back of results, whether the vector is already the result, which only the root has if one is given).
     """
     message = None
-    own, back = convert.to_vector(x)
-    assert isinstance(own, SparseVector)
+    own, back = from_mapping(x)
     call.signature["keyed"] = True
-    options.check_finite(own, getattr(back, "words", ()))
+    options.check_finite(own, back.words)
     plain = options.k is None and options.density is None and options.format == "auto" and options.value_dtype is None
     if plain and at_once is not None:
         call.signature |= options.signature() | at_once
@@ -72,7 +69,7 @@ def to_vector(
         options.check_operation(own)
         receives = root in (None, call.transport.rank)
         return *(_combined(call, own, back, options, blocks) if receives else (None, back)), True
-    if root is not None and total and isinstance(back, ToMapping) and back.keys != KEYS[0]:
+    if root is not None and total and back.keys != KEYS[0]:
         return *_words_at(root, call, own, back, options), True
     vector, back = _with_common_keys(call, own, back, total, options.check)
     del call.signature["keyed"]
@@ -80,8 +77,8 @@ def to_vector(
 
 
 def _agree_on_kinds(
-    call: CollectiveCall, x: SparseVector, back: Back, options: CallOptions, message: Buffer | None
-) -> tuple[SparseVector, Back, int]:
+    call: CollectiveCall, x: SparseVector, back: ToMapping, options: CallOptions, message: Buffer | None
+) -> tuple[SparseVector, ToMapping, int]:
     """Return the entries of x in the dtype of all ranks, their Back, and the number of all ranks' keys.
 
     Raises:
@@ -93,34 +90,26 @@ def _agree_on_kinds(
     kinds = kinds[counts > 0] if counts.any() else kinds
     found = np.unique(kinds // len(VALUE_DTYPES)).tolist()
     keys = KEYS[found[0]]
-    if len(found) > 1 or (keys != KEYS[0] and not isinstance(back, ToMapping)):
+    if len(found) > 1:
         types = " and ".join(KEYS[kind] for kind in found)
-        raise TypeError(
-            f"x: expected keys of one type on all ranks, and a mapping unless they are integers, got {types}"
-        )
-    dtypes = {dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()}
-    wide = common_dtype(*dtypes)
-    if wide.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
-        found = " and ".join(sorted(map(str, dtypes)))
-        raise TypeError(f"x: expected integers of one type on all ranks, got {found}: use x.astype(np.int64)")
-    if (bounds % 2).any():
-        op = None if call.name in ("allgather", "gather") else options.operation.name
-        wide = np.dtype(np.int64) if wide.kind == "b" and op == "sum" else wide  # as Python adds them
-        _check_bounds((bounds // 2).tolist(), wide, op)
-    return x.astype(wide), replace(back, keys=keys) if isinstance(back, ToMapping) else back, int(counts.sum())
+        raise TypeError(f"x: expected keys of one type on all ranks, got {types}")
+    wide = common_dtype(*{dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()})
+    op = None if call.name in ("allgather", "gather") else options.operation.name
+    wide = np.dtype(np.int64) if wide.kind == "b" and op == "sum" else wide  # as Python adds them
+    _check_bounds(bounds.tolist(), wide, op)
+    return x.astype(wide), replace(back, keys=keys), int(counts.sum())
 
 
-def _kind_of(x: SparseVector, back: Back) -> int:
+def _kind_of(x: SparseVector, back: ToMapping) -> int:
     """Return the number of keys, a bound of the integers, the type of the keys and the dtype as one number.
 
     A bound of b > 0 stands for magnitudes up to 2^(b-1), and 0 for no integer but 0.
     """
-    own = KEYS.index(getattr(back, "keys", KEYS[0])) * len(VALUE_DTYPES) + VALUE_DTYPES.index(x.dtype.name)
-    largest = getattr(back, "largest", 0)
+    own, largest = KEYS.index(back.keys) * len(VALUE_DTYPES) + VALUE_DTYPES.index(x.dtype.name), back.largest
     if x.nnz and x.dtype.kind in "iu":
         largest = max(int(x.values.max()), -int(x.values.min()))
     bound = (largest - 1).bit_length() + 1 if largest else 0
-    return (x.nnz * BOUNDS + 2 * bound + isinstance(back, ToMapping)) * KINDS + own
+    return (x.nnz * BOUNDS + bound) * KINDS + own
 
 
 def _check_bounds(bounds: list[int], dtype: np.dtype[Any], op: str | None) -> None:
@@ -138,11 +127,11 @@ def _check_bounds(bounds: list[int], dtype: np.dtype[Any], op: str | None) -> No
         raise ValueError(f"x: expected {what} {limit}, got {found}: use float(value){'' if whole else ' on all ranks'}")
 
 
-def _with_common_keys(call: CollectiveCall, x: SparseVector, back: Back, total: int, check: bool) -> Keyed:
+def _with_common_keys(call: CollectiveCall, x: SparseVector, back: ToMapping, total: int, check: bool) -> Keyed:
     """Return the entries of x as a vector of the length that all ranks agree on, and the Back of such vectors."""
     if not total:
         return x, back
-    if not isinstance(back, ToMapping) or back.keys == KEYS[0]:
+    if back.keys == KEYS[0]:
         return x.shifted(0, max(call.agree(x.length, check, every=False))), back
     text, indices = table_of(call.transport, back.words, total)
     return SparseVector.from_pairs(indices, x.values, len(text), None), replace(back, words=Table(text, back.keys))
@@ -151,10 +140,10 @@ def _with_common_keys(call: CollectiveCall, x: SparseVector, back: Back, total: 
 # Few keys
 
 
-def _message(x: SparseVector, back: Back, size: int) -> Buffer:
+def _message(x: SparseVector, back: ToMapping, size: int) -> Buffer:
     """Return this rank's entries if they are few; in any case room for what `CollectiveCall.agree` adds."""
     few, keys = x.nnz * size <= words.FEW, np.empty(0, np.uint8)
-    if few and isinstance(back, ToMapping) and len(back.words):
+    if few and len(back.words):
         keys = Text.of(back.words).packed()
         few = keys.size <= KEY_BYTES * x.nnz
     elif few:
@@ -165,13 +154,15 @@ def _message(x: SparseVector, back: Back, size: int) -> Buffer:
     return np.concatenate([head, x.values.view(np.uint8), keys, np.empty(AGREEMENT_BYTES, np.uint8)])
 
 
-def _combined(call: CollectiveCall, x: SparseVector, back: Back, options: CallOptions, blocks: list[Buffer]) -> Keyed:
+def _combined(
+    call: CollectiveCall, x: SparseVector, back: ToMapping, options: CallOptions, blocks: list[Buffer]
+) -> Keyed:
     """Return the entries of all ranks' messages combined, and their Back."""
     channel, last = options.channel(call.transport, x), len(blocks) - 1
     arrays, keys = zip(*map(_parts, blocks), strict=True)
     typed = [array.astype(x.dtype, copy=False) for array in arrays]
     values = [options.operation.prepared(array, rank == last) for rank, array in enumerate(typed)]
-    if isinstance(back, ToMapping) and back.keys != KEYS[0]:
+    if back.keys != KEYS[0]:
         texts = [unpacked(own) if array.size else Text.of([]) for own, array in zip(keys, values, strict=True)]
         parts, back = _united(texts, values, back)
     else:

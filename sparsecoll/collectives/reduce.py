@@ -57,10 +57,10 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
         call.signature["root"] = at = check_root(root, call.transport)
         converted = None
         if convert.has_keys(x):
-            vector, back, combined = keyed.to_vector(call, x, given, at_once={}, root=at)
+            vector, keys, combined = keyed.to_vector(call, x, given, at_once={}, root=at)
             if combined:
-                return None if vector is None else back(given.result(vector, call.transport))
-            converted = vector, back
+                return None if vector is None else keys(given.result(vector, call.transport))
+            converted = vector, keys
         channel, entries, back = given.agree(call, x, sums=True, converted=converted)
         n, P = entries.length, channel.size
         mine = sum_of_region(channel, entries, [n * j // P for j in range(P + 1)])

@@ -44,7 +44,7 @@ def scatter(comm: AnyComm, x: Any, root: int = 0, boundaries: Edges = None, **op
     Returns:
         This rank's vector, of the type and shape that it has on the root, rounded as on the wire; a part of a vector
         has the indices and the length of the whole, and a part of a mapping from strings those keys whose positions are
-        in its region. For a type of SciPy, pydata, pandas or torch, every rank needs that library.
+        in its region. For a type of SciPy, pydata or torch, every rank needs that library.
 
     Raises:
         ValueError: On every rank, if an argument is invalid on some rank, or x is one dense array:

@@ -95,13 +95,13 @@ WRONG = {
         TypeError,
         "integers below 2^63 - 1, all str, all bytes, or all tuples of int and str, got 'a': use str(key)",
     ),
-    "str": ({"a": 1}, TypeError, "x: expected keys of one type on all ranks, and a mapping unless they are integers"),
+    "str": ({"a": 1}, TypeError, "x: expected keys of one type on all ranks, got str and integers"),
     "float": ({1: 1, 2.5: 1}, TypeError, "got 2.5: use str(key)"),
     "bool": ({True: 1}, TypeError, "got True: use int(key)"),
     "bool beside int": ({True: 1, 5: 1}, TypeError, "got True: use int(key)"),
     "fraction": ({Fraction(1, 3): 1}, TypeError, "got Fraction(1, 3): use str(key)"),
     "decimal": ({Decimal("0.1"): 1}, TypeError, "got Decimal('0.1'): use str(key)"),
-    "pairs": ({(1, 2): 1}, TypeError, "keys of one type on all ranks, and a mapping unless they are integers, got"),
+    "pairs": ({(1, 2): 1}, TypeError, "keys of one type on all ranks, got"),
     "nested": ({(1, (2, 3)): 1}, TypeError, "x: expected tuples of int and str as keys, got (1, (2, 3)): use str(key)"),
     "bool in a tuple": ({(1, 2): 1, (1, True): 1}, TypeError, "as keys, got (1, True): use str(key)"),
     "float in a tuple": ({(1, 2.5): 1}, TypeError, "as keys, got (1, 2.5): use str(key)"),
@@ -180,15 +180,12 @@ def test_any_text_is_a_key(parts):
     assert all(y.keys() == set().union(*parts) and list(y) == list(results[0]) for y in results)
 
 
-def test_words_of_two_types_and_an_array():
-    pandas = pytest.importorskip("pandas")
-    for other in ({b"a": 1}, pandas.Series([1])):
+def test_keys_of_two_types():
+    def program(comm):
+        with pytest.raises(TypeError, match="expected keys of one type on all ranks"):
+            sparsecoll.allreduce(comm, {b"a": 1} if comm.rank else {"a": 1})
 
-        def program(comm, other=other):
-            with pytest.raises(TypeError, match="expected keys of one type on all ranks"):
-                sparsecoll.allreduce(comm, other if comm.rank else {"a": 1})
-
-        simulate(3, program)
+    simulate(3, program)
     assert like({"b": 1, "a": 2}, as_vector({"a": 3, "b": 4})) == {"a": 3, "b": 4}
     with pytest.raises(ValueError, match="expected length 1, got 2"):
         like({"b": 1}, as_vector({"a": 3, "b": 4}))
@@ -302,71 +299,18 @@ def test_a_mapping_is_a_vector_of_its_keys():
     assert like(Counter(), x) == Counter({2: 5, 7: 1})
 
 
-def test_series_of_pandas_are_summed_by_label():
+def test_a_series_is_refused_with_what_to_pass():
     pandas = pytest.importorskip("pandas")
-    parts = [
-        pandas.Series([1.0, 2.0, 4.0], index=pandas.Index([7, 3, 7], name="key"), name="count", dtype="float32"),
-        pandas.Series([], index=pandas.Index([], dtype="int64", name="key"), name="count", dtype="float32"),
-        pandas.Series([8.0], index=pandas.Index([12], name="key"), name="count", dtype="float32"),
-    ]
-    expected = pandas.concat(parts).groupby(level=0).sum()
-    for y in simulate(3, lambda comm: sparsecoll.allreduce(comm, parts[comm.rank])).results:
-        pandas.testing.assert_series_equal(y, expected)
-    for y in simulate(2, lambda comm: sparsecoll.bcast(comm, parts[0] if comm.rank == 0 else None)).results:
-        pandas.testing.assert_series_equal(y, expected.iloc[:2])
-    for wrong, text in (
-        (pandas.Series([1.0], index=["a"]), "expected a Series with an integer index"),
-        (pandas.Series(["a"]), "values: expected dtype bool"),
-    ):
-        with pytest.raises(TypeError, match=text):
-            as_vector(wrong)
-
-
-def test_labels_that_the_index_of_a_rank_does_not_hold():
-    pandas = pytest.importorskip("pandas")
-
-    def program(comm):
-        dtype, label = ("int64", 1000) if comm.rank else ("int8", 5)
-        x = pandas.Series([1.0, 2.0], index=pandas.Index([3, label], dtype=dtype))
-        return sparsecoll.allreduce(comm, x), sparsecoll.reduce(comm, x), sparsecoll.allreduce(comm, x[:1])
-
-    for rank, (y, on_root, narrow) in enumerate(simulate(2, program).results):
-        assert y.to_dict() == {3: 2.0, 5: 2.0, 1000: 2.0} and y.index.dtype == "int64"
-        assert on_root is None if rank else on_root.equals(y)
-        assert narrow.to_dict() == {3: 2.0} and narrow.index.dtype == ("int64" if rank else "int8")
-
-
-def test_names_of_a_series_are_kept():
-    pandas = pytest.importorskip("pandas")
-    x = pandas.Series([1.0], index=pandas.Index([5], name=("a", 1)), name=2.5)
-
-    def program(comm):
-        return sparsecoll.allreduce(comm, x), sparsecoll.bcast(comm, x)
-
-    for y, sent in simulate(2, program).results:
-        assert (y.name, y.index.name, sent.name, sent.index.name) == (2.5, ("a", 1), "2.5", "('a', 1)")
+    x = pandas.Series([1.0, 2.0], index=["a", "b"])
+    with pytest.raises(TypeError, match=r"got pandas.*Series: use x\.to_dict\(\)"):
+        as_vector(x)
+    assert simulate(2, lambda comm: sparsecoll.allreduce(comm, x.to_dict())).results == [{"a": 2.0, "b": 4.0}] * 2
 
 
 @pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter", "allgather", "gather", "scan"])
-def test_nothing_on_all_ranks_is_of_one_dtype(call):
-    pandas = pytest.importorskip("pandas")
-
+def test_nothing_on_all_ranks_is_nothing(call):
     def program(comm):
-        empty = pandas.Series([], index=pandas.Index([], dtype="int64"), dtype="float32" if comm.rank else "int8")
-        y = getattr(sparsecoll, call)(comm, empty)
-        getattr(sparsecoll, call)(comm, {} if comm.rank else empty)
-        return None if y is None else (y[-1] if isinstance(y, list) else y).dtype
+        y = getattr(sparsecoll, call)(comm, Counter() if comm.rank else {})
+        return None if y is None else y[-1] if isinstance(y, list) else y
 
-    assert set(simulate(2, program).results) <= {np.dtype(np.float32), None}
-
-
-def test_integers_that_have_no_common_type_are_refused():
-    pandas = pytest.importorskip("pandas")
-
-    def program(comm):
-        x = pandas.Series([2**60 + 1], index=[1], dtype="uint64" if comm.rank else "int64")
-        with pytest.raises(TypeError, match=r"expected integers of one type on all ranks, got int64 and uint64: use"):
-            sparsecoll.allreduce(comm, x)
-        return sparsecoll.allreduce(comm, x.astype(np.int64))[1]
-
-    assert simulate(2, program).results == [2**61 + 2] * 2
+    assert all(y in ({}, None) for y in simulate(2, program).results)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.collectives.convert.back import Back, ToTriple
-from sparsecoll.collectives.convert.mappings import ToMapping, ToSeries, from_mapping, from_series
+from sparsecoll.collectives.convert.mappings import ToMapping, from_mapping
 from sparsecoll.collectives.convert.matrices import ToPydata, ToScipy, from_pydata, from_scipy
 from sparsecoll.collectives.convert.tensors import ToArray, ToTorch, from_torch, rows_of_hybrid
 from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
 from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
-KINDS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries, ToArray)
+KINDS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToArray)
 BACKS = {kind.__name__: kind for kind in KINDS}
 TYPES = "a SparseVector, an array, a sparse array of SciPy or pydata, a tensor, (indices, values, length), or a mapping"
 CURES = {
@@ -29,6 +29,7 @@ CURES = {
     "list": "np.asarray(x) of a dense one, SparseVector.from_pairs of pairs",
     "set": "dict.fromkeys(x, 1)",
     "DataFrame": "x.to_numpy(), or x.sparse.to_coo()",
+    "Series": "x.to_dict() of labels and values, or x.to_numpy()",
     "MultiIndex": "integers",
     "Histogram": "SparseVector.from_dense(x.view(flow=True).reshape(-1))",
     "Hist": "SparseVector.from_dense(x.view(flow=True).reshape(-1))",
@@ -52,7 +53,6 @@ def as_vector(x: Any) -> Vector:
               of at least 0 to numbers, in any order: the length is the largest key plus one, on which ranks agree in a
               collective; or from str, bytes, or tuples of int and str: an index is the position of a key among the
               sorted keys (tuples as JSON), in a collective that in a table of the keys of all ranks;
-            - pandas Series with an integer index; repeated labels are summed;
             - dense NumPy or CuPy array, or any array with `__dlpack__`.
 
     Returns:
@@ -91,7 +91,7 @@ def like(x: Any, vector: SparseVector) -> Any:
         `sparsecoll.as_vector`.
     """
     own, back = _ordered(x)
-    integers = isinstance(back, ToSeries) or (isinstance(back, ToMapping) and back.keys == "integers")
+    integers = isinstance(back, ToMapping) and back.keys == "integers"
     if own.length != vector.length and not integers:
         raise ValueError(f"vector: expected length {own.length}, got {vector.length}")
     return back(vector)
@@ -111,10 +111,8 @@ def shape_of(x: Any) -> dict[str, list[int]]:
 
 
 def has_keys(x: Any) -> bool:
-    """Return whether x is a mapping or a Series, which has keys and no length; matrices of DOK have one."""
-    library = type(x).__module__.partition(".")[0]
-    mapping = isinstance(x, Mapping) and library not in ("scipy", "sparse")
-    return mapping or (library == "pandas" and type(x).__name__ == "Series")
+    """Return whether x is a mapping, which has keys and no length; matrices of DOK have one."""
+    return isinstance(x, Mapping) and type(x).__module__.partition(".")[0] not in ("scipy", "sparse")
 
 
 def to_vector(x: Any) -> tuple[Vector, Back]:
@@ -128,7 +126,7 @@ def to_vector(x: Any) -> tuple[Vector, Back]:
     if isinstance(x, np.ndarray) or on_gpu(x):
         return DenseVector(_flat(x)), Back()
     if has_keys(x):
-        return from_mapping(x) if isinstance(x, Mapping) else from_series(x)
+        return from_mapping(x)
     library, name = type(x).__module__.partition(".")[0], type(x).__name__
     if library == "scipy" and hasattr(x, "tocoo"):
         return from_scipy(x)

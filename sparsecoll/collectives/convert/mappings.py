@@ -1,4 +1,4 @@
-"""Types that have keys and no length: mappings from integers, strings or tuples, and pandas Series of integer labels.
+"""Types that have keys and no length: mappings from integers, strings or tuples.
 
 Integers are indices. Tuples count as strings, their JSON. The index of a string is its position among the keys of a
 rank, and in a collective that in a table of the keys of all ranks (`collectives.keyed`).
@@ -23,7 +23,6 @@ from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.words import Keys, Table
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.vector import SparseVector
-from sparsecoll.vector.values import native_values
 
 JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=int)
 FACTORIES = {"int": int, "float": float, "None": None}
@@ -31,7 +30,7 @@ NUMBERS = (int, float, complex, np.number, np.bool_)
 EXACT = 1 << 53  # magnitude up to which float64 holds every integer
 
 
-def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, Back]:
+def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, ToMapping]:
     """Return a mapping whose class makes one from a dict as a vector, and its Back."""
     factory = getattr(getattr(x, "default_factory", None), "__name__", "None")
     if isinstance(x, defaultdict) and factory not in FACTORIES:
@@ -44,7 +43,13 @@ def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, Back]:
             indices = np.arange(len(keys), dtype=index_dtype(len(keys)))
             vector = SparseVector.from_sorted_unchecked(indices, values, len(keys))
             return vector, ToMapping(type(x), factory, name, _texts(keys) if kind is tuple else keys, largest)
-    return _vector(_keys(keys), values), ToMapping(type(x), factory, largest=largest)
+    indices = _keys(keys)
+    if indices.size and int(indices.min()) < 0:
+        raise ValueError(
+            f"x: expected keys of at least 0, got {int(indices.min())}: add a number to the keys of all ranks"
+        )
+    length = int(indices.max()) + 1 if indices.size else 0
+    return SparseVector.from_pairs(indices, values, length), ToMapping(type(x), factory, largest=largest)
 
 
 def _check_class(x: Mapping[Any, Any]) -> None:
@@ -105,14 +110,6 @@ def _numbers(values: list[Any]) -> tuple[NDArray[Any], int]:
         if largest > EXACT:
             raise ValueError(f"x: expected no integers beyond 2^53 beside floats, got {largest}: use float(value)")
     return array.astype(wide, copy=False), largest
-
-
-def _vector(keys: NDArray[Any], values: Any) -> SparseVector:
-    if keys.size and int(keys.min()) < 0:
-        raise ValueError(
-            f"x: expected keys of at least 0, got {int(keys.min())}: add a number to the keys of all ranks"
-        )
-    return SparseVector.from_pairs(keys, values, int(keys.max()) + 1 if keys.size else 0)
 
 
 @dataclass(frozen=True)
@@ -181,35 +178,3 @@ def _class_of(name: str) -> Any:
     """Return what module:qualified.name names."""
     module, _, path = name.partition(":")
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
-
-
-def from_series(x: Any) -> tuple[SparseVector, Back]:
-    """Return a pandas Series with an integer index as a vector, and its Back."""
-    keys = x.index.to_numpy()
-    if keys.dtype.kind not in "iu":
-        if keys.size:
-            raise TypeError(f"x: expected a Series with an integer index, got one of {keys.dtype}")
-        keys = keys.astype(np.int64)
-    return _vector(keys, native_values(x.to_numpy())), ToSeries(x.name, x.index.name, keys.dtype.name)
-
-
-@dataclass(frozen=True)
-class ToSeries(Back):
-    """Returns a pandas Series with an ascending index, of int64 if its own dtype does not hold all ranks' labels."""
-
-    name: Any
-    index_name: Any
-    index_dtype: str
-
-    def __call__(self, y: SparseVector) -> Any:
-        pandas = importlib.import_module("pandas")
-        dtype = self.index_dtype if y.length - 1 <= np.iinfo(self.index_dtype).max else "int64"
-        index = pandas.Index(y.indices.astype(dtype), name=self.index_name)
-        return pandas.Series(y.values, index=index, name=self.name)
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields; names that JSON does not have as text."""
-        return {
-            name: value if value is None or isinstance(value, (str, int)) else str(value)
-            for name, value in super().fields().items()
-        }
