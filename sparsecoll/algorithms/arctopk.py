@@ -4,15 +4,15 @@ Distributed Learning", 2025): the ranks agree by a sketch on the rows that all o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.algorithms.base import Algorithm, Reduction
+from sparsecoll.algorithms.base import Reduction
 from sparsecoll.algorithms.dense import Dense
-from sparsecoll.algorithms.primitives.agreed import sum_at
+from sparsecoll.algorithms.primitives.agreed import AtAgreedIndices, sum_at
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels.keys import index_dtype, is_float
 from sparsecoll.kernels.memory import asarray_like
@@ -26,7 +26,7 @@ LONGEST = 1 << 26  # values of a sketch; it would be longer for few entries of v
 
 
 @dataclass
-class ARCTopK(Algorithm):
+class ARCTopK(AtAgreedIndices):
     """The exact sum of all ranks' values in the rows of a matrix whose sums are estimated to be the largest.
 
     1. The vector is treated as a matrix with rows of c values (`columns`). Each rank multiplies it by the same random
@@ -59,26 +59,15 @@ class ARCTopK(Algorithm):
     """
 
     name = "arctopk"
-    semantics = "approximate_top_k"
 
     columns: int | None = None
     sketch: int = 4
 
-    _calls: int = field(default=0, init=False, repr=False)
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.selector is not None:
-            raise ValueError(f"selector: expected None with arctopk, which selects by itself, got {self.selector!r}")
+        self._refuse_selector()
         if self.sketch < 1 or (self.columns is not None and self.columns < 1):
             raise ValueError(f"columns, sketch: expected at least 1, got {self.columns} and {self.sketch}")
-
-    def select(self, x: Vector, k: int, ranks: int = 1) -> Vector:  # type: ignore[override]
-        """Return x: entries are selected in the call."""
-        return x
-
-    def replicated_state(self) -> tuple[int, int]:
-        return self._calls, 0
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
         indices = self._agreed(channel, x, k) if k and x.length else asarray_like(np.empty(0, np.int64), x.values)

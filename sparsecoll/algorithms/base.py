@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import numpy as np
 
-from sparsecoll.errors import CommunicationError, NonFiniteError
+from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.select import Selector, Vector, topk
 from sparsecoll.select.base import Stateful, check_selector
@@ -126,8 +126,7 @@ class Algorithm(Stateful, ABC):
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:
             raise ValueError(f"k: expected at least 0, got {self.k}")
-        if self.selector is not None:
-            check_selector(self.selector)
+        check_selector(self.selector)
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select this rank's entries to send; local, may use state of earlier calls.
@@ -264,12 +263,3 @@ def check_region(part: SparseVector, low: int, high: int, source: int) -> Sparse
             f" {int(part.indices[-1])}; use an algorithm object on all ranks alike, for one vector on one communicator"
         )
     return part
-
-
-def check_order(value: SparseVector) -> SparseVector:
-    """Return the result of an algorithm, which all ranks have; raise NonFiniteError if it contains a NaN."""
-    if value.has_nan():
-        raise NonFiniteError(
-            "x: expected sums that can be ordered by magnitude, got NaN (inf - inf, or NaN in an input)"
-        )
-    return value

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from sparsecoll.algorithms.base import Algorithm, Reduction
-from sparsecoll.algorithms.primitives.agreed import INDICES, sum_at
+from sparsecoll.algorithms.primitives.agreed import INDICES, AtAgreedIndices, sum_at
 from sparsecoll.select import Vector
 from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.channel import Channel
 
 
 @dataclass
-class CLTk(Algorithm):
+class CLTk(AtAgreedIndices):
     """The exact sum of all ranks' values at the k largest entries of one rank, the leader; ranks lead in turn.
 
     1. The leader, rank t mod P in call t, selects its k largest entries (with the `selector`, if there is one) and
@@ -35,22 +35,12 @@ class CLTk(Algorithm):
     """
 
     name = "cltk"
-    semantics = "approximate_top_k"
-
-    _calls: int = field(default=0, init=False, repr=False)
-
-    def select(self, x: Vector, k: int, ranks: int = 1) -> Vector:  # type: ignore[override]
-        """Return x: only the leader selects, in the call."""
-        return x
-
-    def replicated_state(self) -> tuple[int, int]:
-        return self._calls, 0
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
         leader, message = self._calls % channel.size, np.empty(0, np.uint8)
         with channel.phase("indices"):
             if channel.rank == leader:
-                chosen = super().select(x, k)
+                chosen = Algorithm.select(self, x, k)
                 message = INDICES.encode(chosen)
             indices = INDICES.decode(spread(channel.transport, message, leader), x.length).indices
         with channel.phase("values"):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparsecoll.algorithms.base import Algorithm, Reduction, digest
-from sparsecoll.algorithms.primitives.agreed import INDICES, sum_at
+from sparsecoll.algorithms.base import Reduction, digest
+from sparsecoll.algorithms.primitives.agreed import INDICES, AtAgreedIndices, sum_at
 from sparsecoll.algorithms.primitives.global_topk import global_topk
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import ThresholdReuse, Vector
@@ -21,7 +21,7 @@ MAX_K_RATIO = 2.0  # the threshold is reused if k changes by at most this factor
 
 
 @dataclass
-class ExDyna(Algorithm):
+class ExDyna(AtAgreedIndices):
     """The exact sum of all ranks' values at about k entries, of which each rank selects those in its own partition.
 
     1. The vector has P partitions. In call t, rank r selects the entries of partition (r + t) mod P whose magnitude
@@ -52,29 +52,22 @@ class ExDyna(Algorithm):
     """
 
     name = "exdyna"
-    semantics = "approximate_top_k"
 
     tau_prime: int = 32
     tolerance: float = 0.2
 
-    _calls: int = field(default=0, init=False, repr=False)
     _key: list[int] = field(default_factory=lambda: [-1, -1], init=False, repr=False)  # length and k of the last call
     _edges: list[int] = field(default_factory=list, init=False, repr=False)
     _threshold: ThresholdReuse = field(default_factory=ThresholdReuse, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.selector is not None:
-            raise ValueError(f"selector: expected None with exdyna, which selects by itself, got {self.selector!r}")
+        self._refuse_selector()
         if self.tau_prime < 1 or not self.tolerance >= 0:
             raise ValueError(
                 f"tau_prime, tolerance: expected at least 1 and 0, got {self.tau_prime} and {self.tolerance}"
             )
         self._threshold.period, self._threshold.tolerance = self.tau_prime, self.tolerance
-
-    def select(self, x: Vector, k: int, ranks: int = 1) -> Vector:  # type: ignore[override]
-        """Return x: entries are selected in the call."""
-        return x
 
     def replicated_state(self) -> tuple[int, int]:
         return self._calls, digest(self._edges)

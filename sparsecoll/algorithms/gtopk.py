@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_order
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
+from sparsecoll.select.base import check_order
 from sparsecoll.transport.all_ranks import joined, separated
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector, accumulator_dtype

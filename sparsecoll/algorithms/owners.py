@@ -14,7 +14,6 @@ from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.algorithms.primitives import partition
 from sparsecoll.algorithms.primitives.balance import balanced
 from sparsecoll.algorithms.primitives.estimates import OVERHEAD, rounds
-from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.errors import check_choice
 from sparsecoll.formats import wire_dtype
 from sparsecoll.kernels.memory import to_host
@@ -96,7 +95,7 @@ class RowOwners(RowAlgorithm):
                 edges = partition.boundaries(channel.transport, entries, method)
                 owners = np.searchsorted(np.array(edges[1:-1], np.uint64), rows, side="right")
             positions = split(owners, size)
-            return channel.merge(exchange(channel, lambda owner: x.take(positions[owner])), partial=True)
+            return channel.merge(channel.exchange(lambda owner: x.take(positions[owner])), partial=True)
 
 
 def split(owners: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:

@@ -8,7 +8,6 @@ from functools import partial
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.algorithms.primitives import partition
 from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
-from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.errors import check_choice
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector
@@ -107,7 +106,7 @@ class SparCML(Algorithm):
         channel = channel.with_format(form)
         with channel.phase("split"):
             regions = x.split(partition.boundaries(channel.transport, x, "even"))
-            total = channel.merge(exchange(channel, regions.__getitem__), partial=True)
+            total = channel.merge(channel.exchange(regions.__getitem__), partial=True)
         with channel.phase("gather"):
             gathered = channel.allgather(total.astype(x.dtype), k)
             value = SparseVector.concatenate([part.astype(x.dtype) for part in gathered])

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_order
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.algorithms.primitives.halving import reduce_scatter
 from sparsecoll.algorithms.primitives.partition import shares
 from sparsecoll.select import Vector, topk
+from sparsecoll.select.base import check_order
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 

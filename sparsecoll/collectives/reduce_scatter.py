@@ -11,7 +11,6 @@ from sparsecoll.algorithms import Reduction
 from sparsecoll.algorithms.dense import sum_of_chunk
 from sparsecoll.algorithms.owners import OWNERS, RowOwners
 from sparsecoll.algorithms.primitives import halving
-from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, blocking, check_boundaries
 from sparsecoll.collectives.signature import AnyComm, Dense, Edges, Given, RegionOptions, T, Triple, Unpack, X, takes
@@ -106,7 +105,7 @@ def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int])
     """Return the entries of all ranks from edges[rank] up to edges[rank + 1] combined, in the accumulator dtype."""
     with channel.phase("split"):
         if channel.op.name == "replace" or channel.width:  # partial results of halving are not of successive ranks
-            return channel.merge(exchange(channel, entries.split(edges).__getitem__), partial=True)
+            return channel.merge(channel.exchange(entries.split(edges).__getitem__), partial=True)
         whole = channel.merge([entries], partial=True)
         return halving.reduce_scatter(channel, whole, edges, channel.round, pairs=True)
 
@@ -142,7 +141,7 @@ def reduce_scatter_vectors(
         else:
             sent = [channel.roundtrip(region) for region in vector.split(edges)]  # a lossy format rounds each by itself
             with channel.phase("split"):
-                total = channel.merge(exchange(channel, sent.__getitem__), partial=True)
+                total = channel.merge(channel.exchange(sent.__getitem__), partial=True)
             reduction = Reduction(
                 total.shifted(-edges[rank], n // size), functools.partial(SparseVector.concatenate, sent)
             )

@@ -100,7 +100,7 @@ def check_k(k: int) -> None:
 def check_order(x: SparseVector) -> SparseVector:
     """Return x; raise NonFiniteError if it contains a NaN."""
     if x.has_nan():
-        raise NonFiniteError("x: expected values that can be ordered by magnitude, got NaN among the selected entries")
+        raise NonFiniteError("x: expected values that can be ordered by magnitude, got NaN (in an input, or inf - inf)")
     return x
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
-from sparsecoll.transport.all_ranks import DIRECT_BYTES, allgatherv
+from sparsecoll.transport.all_ranks import DIRECT_BYTES, allgatherv, exchanged
 from sparsecoll.transport.base import ReceiveRequest, Transport
 from sparsecoll.transport.group import group
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
@@ -125,6 +125,16 @@ class Channel:
         """
         blocks = allgatherv(self.transport, self.encode(x), self.is_direct(x, k))
         return [self.decode(block) for block in blocks]  # type: ignore[misc]
+
+    def exchange(self, region: Callable[[int], S]) -> list[S]:
+        """Send region(j) to rank j, and return every rank's entries in this rank's region, in rank order.
+
+        P - 1 messages, received in the order in which they arrive.
+        """
+        parts: dict[int, Any] = {self.rank: region(self.rank)}
+        for source, message in exchanged(self.transport, lambda to: self.encode(region(to))):
+            parts[source] = self.decode(message)
+        return [parts[source] for source in range(self.size)]
 
     def is_direct(self, x: SparseVector | RowSparse, k: int) -> bool:
         """Return whether vectors of about k entries are gathered directly, see `allgather`; the same on all ranks."""

@@ -9,12 +9,13 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.auto.costmodel import ALL, CHOICES, EXACT, fastest
-from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
+from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.oktopk import OkTopk
 from sparsecoll.errors import check_choice
 from sparsecoll.formats import FORMATS, Buffer
 from sparsecoll.formats.auto import choosing
 from sparsecoll.select import Vector
+from sparsecoll.select.base import check_order
 from sparsecoll.transport.all_ranks import FEW_RANKS
 from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel

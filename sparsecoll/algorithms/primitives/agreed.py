@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.algorithms.base import Reduction
+from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
 from sparsecoll.formats.packed import PackedIndices
 from sparsecoll.select import Vector
@@ -13,6 +15,28 @@ from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector
 
 INDICES = PackedIndices()
+
+
+@dataclass
+class AtAgreedIndices(Algorithm):
+    """Sums at indices on which the ranks agree in the call: derive a dataclass, and define `__call__`."""
+
+    semantics = "approximate_top_k"
+
+    _calls: int = field(default=0, init=False, repr=False)
+
+    def select(self, x: Vector, k: int, ranks: int = 1) -> Vector:  # type: ignore[override]
+        """Return x: entries are selected in the call."""
+        return x
+
+    def replicated_state(self) -> tuple[int, int]:
+        return self._calls, 0
+
+    def _refuse_selector(self) -> None:
+        if self.selector is not None:
+            raise ValueError(
+                f"selector: expected None with {self.name}, which selects by itself, got {self.selector!r}"
+            )
 
 
 def sum_at(channel: Channel, x: Vector, indices: NDArray[np.integer]) -> Reduction:
