@@ -84,11 +84,6 @@ def test_every_collective_takes_counters():
         assert summed == total and top == {2: 3, 9: 4}
 
 
-class NeedsName(Counter):
-    def __init__(self, name, items=()):
-        super().__init__(items)
-
-
 WRONG = {
     "mixed": (
         {"a": 1, 7: 1},
@@ -114,7 +109,6 @@ WRONG = {
     "unsigned beside signed": ({1: 2**63 + 1, 2: 5}, TypeError, "got uint64 from values such as int"),
     "unsigned words": ({"a": 2**64 - 1, "b": -5}, TypeError, "got uint64 from values such as int"),
     "unsigned of NumPy": ({1: np.uint64(3), 2: np.int64(-5)}, TypeError, "got uint64 from values such as uint64"),
-    "needs an argument": (NeedsName("a"), TypeError, "that makes a mapping of a dict, got NeedsName: use dict(x)"),
     "defaultdict": (type("Mine", (defaultdict,), {})(int, {1: 1}), TypeError, "got Mine: use dict(x)"),
     "factory": (defaultdict(list, {1: 1}), TypeError, r"got one of list: use dict(x)"),
 }

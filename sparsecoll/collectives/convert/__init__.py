@@ -49,10 +49,10 @@ def as_vector(x: Any) -> Vector:
             - pydata/sparse COO, GCXS or DOK, with fill value 0;
             - torch tensor, dense or sparse_coo (of a hybrid tensor, all values of each stored row are entries), on the
               CPU or CUDA; of bfloat16, on the CPU where ml_dtypes is installed;
-            - dict, Counter, OrderedDict, defaultdict, or another mapping whose class makes one of a dict, from integers
-              of at least 0 to numbers, in any order: the length is the largest key plus one, on which ranks agree in a
-              collective; or from str, bytes, or tuples of int and str: an index is the position of a key among the
-              sorted keys (tuples as JSON), in a collective that in a table of the keys of all ranks;
+            - dict, Counter, OrderedDict or defaultdict from integers of at least 0 to numbers, in any order: the length
+              is the largest key plus one, on which ranks agree in a collective; or from str, bytes, or tuples of int
+              and str: an index is the position of a key among the sorted keys (tuples as JSON), in a collective that in
+              a table of the keys of all ranks;
             - dense NumPy or CuPy array, or any array with `__dlpack__`.
 
     Returns:

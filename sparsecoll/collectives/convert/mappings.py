@@ -7,8 +7,6 @@ rank, and in a collective that in a table of the keys of all ranks (`collectives
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import itertools
 import json
 from collections import Counter, OrderedDict, defaultdict
@@ -25,43 +23,34 @@ from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.vector import SparseVector
 
 JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=int)
+CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict, defaultdict)}
 FACTORIES = {"int": int, "float": float, "None": None}
 NUMBERS = (int, float, complex, np.number, np.bool_)
 EXACT = 1 << 53  # magnitude up to which float64 holds every integer
 
 
 def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, ToMapping]:
-    """Return a mapping whose class makes one from a dict as a vector, and its Back."""
+    """Return a mapping as a vector, and its Back."""
+    name = type(x).__name__
+    if CLASSES.get(name) is not type(x):
+        raise TypeError(f"x: expected a mapping of class {', '.join(CLASSES)}, got {name}: use dict(x)")
     factory = getattr(getattr(x, "default_factory", None), "__name__", "None")
     if isinstance(x, defaultdict) and factory not in FACTORIES:
         raise TypeError(f"x: expected a defaultdict of int or float, got one of {factory}: use dict(x)")
-    _check_class(x)
     keys, (values, largest) = list(x), _numbers(list(x.values()))
     types = set(map(type, keys))
-    for kind, name in {str: "str", bytes: "bytes", tuple: "tuples"}.items():
+    for kind, of_keys in {str: "str", bytes: "bytes", tuple: "tuples"}.items():
         if keys and all(issubclass(one, kind) for one in types):
             indices = np.arange(len(keys), dtype=index_dtype(len(keys)))
             vector = SparseVector.from_sorted_unchecked(indices, values, len(keys))
-            return vector, ToMapping(type(x), factory, name, _texts(keys) if kind is tuple else keys, largest)
+            return vector, ToMapping(name, factory, of_keys, _texts(keys) if kind is tuple else keys, largest)
     indices = _keys(keys)
     if indices.size and int(indices.min()) < 0:
         raise ValueError(
             f"x: expected keys of at least 0, got {int(indices.min())}: add a number to the keys of all ranks"
         )
     length = int(indices.max()) + 1 if indices.size else 0
-    return SparseVector.from_pairs(indices, values, length), ToMapping(type(x), factory, largest=largest)
-
-
-def _check_class(x: Mapping[Any, Any]) -> None:
-    kind, sample = type(x), dict(itertools.islice(x.items(), 1)) or {0: 0}
-    if kind in (dict, Counter, OrderedDict, defaultdict):
-        return
-    try:
-        made = kind(sample)  # type: ignore[call-arg]
-    except Exception:
-        made = None
-    if type(made) is not kind or dict(made) != sample:
-        raise TypeError(f"x: expected a class that makes a mapping of a dict, got {kind.__name__}: use dict(x)")
+    return SparseVector.from_pairs(indices, values, length), ToMapping(name, factory, largest=largest)
 
 
 def _keys(keys: list[Any]) -> NDArray[Any]:
@@ -117,12 +106,14 @@ class ToMapping(Back):
     """Returns a mapping, whose keys ascend if they are integers; values and these keys are Python numbers.
 
     Attributes:
+        kind: name of the class, one of CLASSES.
+        factory: name of the type of a defaultdict's missing values, one of FACTORIES.
         keys: "integers", "str", "bytes" or "tuples".
         words: the key of each index unless these are integers; the JSON of a tuple.
         largest: magnitude of an integer among floats, 0 if there is none.
     """
 
-    kind: type
+    kind: str
     factory: str
     keys: str = "integers"
     words: Keys = ()
@@ -136,9 +127,8 @@ class ToMapping(Back):
         if self.keys == "tuples":
             keys = map(tuple, json.loads(f"[{','.join(keys)}]"))
         made = dict(zip(keys, y.values.tolist(), strict=True))
-        if self.kind is dict:
-            return made
-        return defaultdict(FACTORIES[self.factory], made) if self.kind is defaultdict else self.kind(made)
+        kind = CLASSES[self.kind]
+        return made if kind is dict else kind(FACTORIES[self.factory], made) if kind is defaultdict else kind(made)
 
     def of_part(self, part: SparseVector) -> tuple[SparseVector, Back]:
         """Return entries whose indices are positions among their own words, and their Back."""
@@ -149,22 +139,18 @@ class ToMapping(Back):
         return SparseVector.from_sorted_unchecked(indices, part.values, len(words)), replace(self, words=words)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields; keys that are bytes as Latin-1, and the class by its name."""
+        """Return the fields, which other ranks need to make a result; keys that are bytes as Latin-1."""
         words = [key.decode("latin-1") for key in self.words] if self.keys == "bytes" else list(self.words)
-        kind = f"{self.kind.__module__}:{self.kind.__qualname__}"
-        with contextlib.suppress(ImportError, AttributeError):
-            if _class_of(kind) is self.kind:
-                return {"kind": kind, "factory": self.factory, "keys": self.keys, "words": words}
-        raise TypeError(f"x: expected a class that other ranks find by its name, got {kind}: use dict(x)")
+        return {"kind": self.kind, "factory": self.factory, "keys": self.keys, "words": words}
 
     @classmethod
     def of_fields(cls, fields: dict[str, Any]) -> ToMapping:
-        words, kind = fields["words"], _class_of(fields["kind"])
-        if not (isinstance(kind, type) and issubclass(kind, Mapping)):
-            raise ValueError(f"message: expected the name of a mapping, got {fields['kind']}")
-        if fields["keys"] == "bytes":
-            words = [key.encode("latin-1") for key in words]
-        return cls(**fields | {"kind": kind, "words": words})
+        if fields["kind"] not in CLASSES or fields["factory"] not in FACTORIES:
+            raise ValueError(f"message: expected the name of a mapping, got {fields['kind']} of {fields['factory']}")
+        words = fields["words"]
+        return cls(
+            **fields | {"words": [key.encode("latin-1") for key in words] if fields["keys"] == "bytes" else words}
+        )
 
     def ordered(self, x: SparseVector) -> tuple[SparseVector, ToMapping]:
         """Return the entries of x and this object with ascending keys."""
@@ -172,9 +158,3 @@ class ToMapping(Back):
             return x, self
         order = sorted(range(len(self.words)), key=self.words.__getitem__)
         return x.with_values(x.values[order]), replace(self, words=[self.words[position] for position in order])
-
-
-def _class_of(name: str) -> Any:
-    """Return what module:qualified.name names."""
-    module, _, path = name.partition(":")
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
