@@ -1,14 +1,18 @@
 """Imports go one way, and heavy packages are imported only in their home."""
 
 import ast
+import copy
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launching import python
+
+import sparsecoll
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sparsecoll"
@@ -192,3 +196,46 @@ def test_pytest_collects_everything_where_mpi4py_finds_no_library(tmp_path):
     done = python("-m", "pytest", "--collect-only", "-q", *parts, cwd=ROOT, variables={"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout[-2000:]
     assert "test_contract.py" in done.stdout and "sim.py::" in done.stdout
+
+
+def files_on_the_path(comm, x, **options):
+    """The files, but for kernels, whose functions get x or an array or vector made of it, until the algorithm runs."""
+    from sparsecoll.vector.values import Values
+
+    allreduce, found, running = sparsecoll.allreduce, set(), [0]
+    for _ in range(2):
+        allreduce(comm, x, **options)
+
+    def profile(frame, event, _):
+        code, path = frame.f_code, Path(frame.f_code.co_filename)
+        if PACKAGE not in path.parents or event not in ("call", "return"):
+            return
+        file = str(path.relative_to(PACKAGE))
+        if event == "call" and not running[0] and not file.startswith("kernels/"):
+            arguments = [frame.f_locals[name] for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+            if any(isinstance(value, (Values, np.ndarray)) for value in arguments):
+                found.add(file)
+        if file.startswith("algorithms/") and code.co_name == "__call__":
+            running[0] += 1 if event == "call" else -1
+
+    sys.setprofile(profile)
+    try:
+        allreduce(comm, x, **options)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"algo": "dense"}, {"algo": "allgather", "k": 50}, {"k": 50}, {"algo": sparsecoll.OkTopk(), "k": 50}],
+    ids=["dense", "allgather", "auto", "oktopk"],
+)
+def test_the_path_of_x_through_allreduce_enters_13_files(options):
+    def program(comm):
+        x = np.random.default_rng(comm.rank).standard_normal(10_000).astype(np.float32)
+        return files_on_the_path(comm, x, **copy.deepcopy(options))
+
+    for found in sparsecoll.simulate(3, program).results:
+        assert "collectives/allreduce.py" in found and "vector/dense.py" in found
+        assert len(found) <= 13, sorted(found)
