@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.words import Keys, Table
+from sparsecoll.collectives.convert.words import Table
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.vector import SparseVector
 
@@ -116,7 +116,7 @@ class ToMapping(Back):
     kind: str
     factory: str
     keys: str = "integers"
-    words: Keys = ()
+    words: Any = ()  # Keys, or a Table
     largest: int = 0
 
     def __call__(self, y: SparseVector) -> Any:

@@ -7,8 +7,9 @@ sends each key to the rank that its hash names, and from there it goes to all ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, overload
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +94,7 @@ class Text:
         return np.concatenate([head.view(np.uint8), self.text])
 
 
-class Table(Sequence[Any]):
+class Table:
     """The keys of a text, which become objects when the first one is asked for.
 
     Args:
@@ -103,27 +104,17 @@ class Table(Sequence[Any]):
 
     def __init__(self, text: Text, kind: str) -> None:
         self._text, self._kind = text, kind
-        self._keys: list[Any] | None = None
 
-    @property
+    @functools.cached_property
     def keys(self) -> list[Any]:
         """All keys."""
-        if self._keys is None:
-            self._keys = self._text.keys(self._kind)
-        return self._keys
+        return self._text.keys(self._kind)
 
     def __len__(self) -> int:
         return len(self._text)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Any:
         return self.keys[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.keys)
 
 
 def table_of(transport: Transport, keys: Keys, total: int) -> tuple[Text, NDArray[np.int64]]:
