@@ -33,7 +33,7 @@ class GroupTransport(Transport):
 
     def _counters(self) -> tuple[Counts, ...]:
         """Messages outside of a phase of the group count in the parent's."""
-        return super()._counters() if self._phase else self.parent._counters()
+        return super()._counters() if self._phase or self._setting_up else self.parent._counters()
 
     def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
         self.parent._isend(self.members[destination], buffer, self.parent.tag)
