@@ -90,7 +90,7 @@ WRONG = {
         TypeError,
         "integers below 2^63 - 1, all str, all bytes, or all tuples of int and str, got 'a': use str(key)",
     ),
-    "str": ({"a": 1}, TypeError, "x: expected keys of one type on all ranks, got str and integers"),
+    "str": ({"a": 1}, TypeError, "x: expected keys of one type on all ranks, got integers and str"),
     "float": ({1: 1, 2.5: 1}, TypeError, "got 2.5: use str(key)"),
     "bool": ({True: 1}, TypeError, "got True: use int(key)"),
     "bool beside int": ({True: 1, 5: 1}, TypeError, "got True: use int(key)"),

@@ -147,10 +147,9 @@ class ToMapping(Back):
     def of_fields(cls, fields: dict[str, Any]) -> ToMapping:
         if fields["kind"] not in CLASSES or fields["factory"] not in FACTORIES:
             raise ValueError(f"message: expected the name of a mapping, got {fields['kind']} of {fields['factory']}")
-        words = fields["words"]
-        return cls(
-            **fields | {"words": [key.encode("latin-1") for key in words] if fields["keys"] == "bytes" else words}
-        )
+        if fields["keys"] == "bytes":
+            fields = fields | {"words": [key.encode("latin-1") for key in fields["words"]]}
+        return cls(**fields)
 
     def ordered(self, x: SparseVector) -> tuple[SparseVector, ToMapping]:
         """Return the entries of x and this object with ascending keys."""
