@@ -37,6 +37,14 @@ def counts(traffic):
     }
 
 
+def test_communicators_of_one_rank_are_taken_as_they_are(comm, mpi):
+    """In a job whose ranks MPI knows, also where the launcher says how many there are."""
+    part = comm.Split(comm.rank)
+    for own in (part, mpi.COMM_SELF):
+        assert sparsecoll.allreduce(own, {0: comm.rank + 1}) == {0: comm.rank + 1}
+    part.Free()
+
+
 EVERYWHERE = ("random", "one_region", "empty_ranks")
 CASES = [
     *(pytest.param(n, "float32", marks=[] if n in EVERYWHERE else [pytest.mark.mpich]) for n in DISTRIBUTIONS),
