@@ -168,8 +168,7 @@ def tables():
 
 def main():
     """Count or model, print and save."""
-    ranks = [4, 16, 64, 256]
-    options = harness.options(__doc__, n=10**6, density=0.005, ranks=ranks, scaling=False, models=list(MODELS))
+    options = harness.options(__doc__, n=10**6, density=0.005, ranks=[4, 16, 64, 256], scaling=False, models=[*MODELS])
     if options.scaling:
         harness.record(scaling(options), options, key=("model", "P", "network", "algo"))
     else:
