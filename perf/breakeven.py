@@ -14,7 +14,7 @@ the calls finds the choice that the other half times, and the other way round; "
 
 import harness
 import numpy as np
-from harness import Entries, in_turns, times_in_turns
+from harness import drawn, in_turns, times_in_turns
 
 from sparsecoll import Auto, allreduce, formats
 from sparsecoll.algorithms.auto.costmodel import CHOICES, EXACT
@@ -39,7 +39,7 @@ def points(options, comm):
     node_members(transport)  # which make its network known
     form = formats.AutoFormat(beta=transport.network.beta)
     for n, density in [(n, density) for n in options.n for density in options.density]:
-        entries = Entries(n, max(1, round(n * density)), transport.rank)
+        entries = drawn(n, max(1, round(n * density)), transport.rank)
         calls = [(_allreduce(comm, CHOICES[name](), form), entries) for name in EXACT]
         calls += [(_allreduce(comm, Auto()), entries)]
         calls += [(_mpi_allreduce(comm, n), lambda entries=entries: entries().to_dense())]

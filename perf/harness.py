@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import itertools
 import json
 import os
 import re
@@ -94,6 +95,11 @@ def markdown(rows):
     return "\n".join(lines + ["| " + " | ".join(cell(row.get(head)) for head in heads) + " |" for row in rows])
 
 
+def columns(rows, shown):
+    """Return rows with those of their columns whose heads are shown."""
+    return [{head: value for head, value in row.items() if shown(head)} for row in rows]
+
+
 def rendered(tables):
     """Return the README and the pages of docs/ with these tables in their blocks."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -125,22 +131,14 @@ def heavy(n, seed=0):
     return x * x * x
 
 
-class Entries:
-    """Sparse vectors of one rank with nearly k (at most k) uniform indices below n, a different one for every call."""
-
-    def __init__(self, n, k, rank, count=3):
-        rng = np.random.default_rng([8, rank])
-        self._vectors = []
-        for _ in range(count):
-            indices = np.cumsum(rng.geometric(k / n, k)) - 1
-            indices = indices[indices < n]
-            self._vectors.append(SparseVector(indices, rng.standard_normal(indices.size, dtype=np.float32), n))
-        self._calls = 0
-
-    def __call__(self):
-        """Return the next vector."""
-        self._calls += 1
-        return self._vectors[self._calls % len(self._vectors)]
+def drawn(n, k, rank, count=3):
+    """Return a function of a rank's next sparse vector, of `count`: nearly k (at most k) uniform indices below n."""
+    rng, vectors = np.random.default_rng([8, rank]), []
+    for _ in range(count):
+        indices = np.cumsum(rng.geometric(k / n, k)) - 1
+        indices = indices[indices < n]
+        vectors.append(SparseVector(indices, rng.standard_normal(indices.size, dtype=np.float32), n))
+    return itertools.cycle(vectors).__next__
 
 
 def in_turns(transport, runs, repeat=7, warm=2):

@@ -18,7 +18,7 @@ from math import lgamma, log
 import harness
 import numpy as np
 import torch
-from harness import Entries, heavy, load, markdown, medians
+from harness import columns, drawn, heavy, load, markdown, medians
 
 from sparsecoll import DenseVector, Residual, SparseVector, formats, select
 from sparsecoll.kernels import host_kernels, kernels_of, memory, threads as pool
@@ -107,7 +107,7 @@ def packed(options):
     """The format packed: bits per index, and the speed of its index kernels."""
     n, form = options.sizes[0], formats.FORMATS["packed"]
     for density in DENSITIES:
-        x = Entries(n, round(density * n), 0, 1)()
+        x = drawn(n, round(density * n), 0, 1)()
         kernels, k = kernels_of(x.values), x.nnz
         block = kernels.rice_block(x.indices)
         table = kernels.rice_table(x.indices, block)
@@ -205,26 +205,18 @@ def tables():
     """Return the tables of docs/kernels.md by name: not all rows; n stands for the data, which are heavy-tailed."""
     found = {name: rows for name, rows in load("kernels").items() if name not in ("about", "edges")}
     found["merge"] = [row for row in found["merge"] if (row["vectors"], row["density"]) in MERGED]
-    found["quantized"] = [
-        {head: value for head, value in row.items() if not head.startswith(("and ", "decode and"))}
-        for row in found["quantized"]
-        if (row["bits"], row["levels"]) not in ((2, "linear"), (8, "float"), (2, "mean"))
-    ]
+    some = ((8, "linear"), (4, "linear"), (4, "float"), (1, "mean"))
+    found["quantized"] = [row for row in found["quantized"] if (row["bits"], row["levels"]) in some]
+    found["quantized"] = columns(found["quantized"], lambda head: not head.startswith(("and ", "decode and")))
     whole = ("density", "bits per index", "entropy of uniform", "encode, M i", "decode, M i")
-    found["packed"] = [
-        {head: value for head, value in row.items() if head.startswith(whole)}
-        for row in found["packed"]
-        if row["density"] in (0.001, 0.01, 0.1)
-    ]
-    found["fused"] = [
-        {head: value for head, value in row.items() if not head.startswith(("MST", "random"))} for row in found["fused"]
-    ]
+    found["packed"] = [row for row in found["packed"] if row["density"] in (0.001, 0.01, 0.1)]
+    found["packed"] = columns(found["packed"], lambda head: head.startswith(whole))
+    found["fused"] = columns(found["fused"], lambda head: not head.startswith(("MST", "random")))
     for name in ("threshold", "topk", "fused"):
         rows = [row | {"data": row["data"].split("= ")[1]} for row in found[name] if row["density"] in (0.01, 0.1)]
         rows = [row for row in rows if row["data"] == "24 M" or (row["data"] == "0.24 M" and row["density"] == 0.01)]
         found[name] = [{"n": row.pop("data")} | row for row in rows]
-    peers = [head for head in found["topk"][0] if "times slower" in head]
-    found["topk"] = [{head: value for head, value in row.items() if head not in peers} for row in found["topk"]]
+    found["topk"] = columns(found["topk"], lambda head: "times slower" not in head)
     return {f"kernels.{name}": markdown(rows) for name, rows in found.items()}
 
 

@@ -6,7 +6,8 @@ Every rank has a batch of ids, drawn by Zipf's law. All contestants get the dist
 each, except that DDP runs the back-propagation of an embedding, and that "from the batch" also sums the repeated ids.
 """
 
-from functools import lru_cache
+import itertools
+from functools import lru_cache, partial
 from pathlib import Path
 
 import harness
@@ -32,24 +33,14 @@ def distribution(n, exponent):
     return cumulative / cumulative[-1]
 
 
-class Batches:
-    """Batches of one rank, a different one for every call, as (ids, a gradient for each)."""
-
-    def __init__(self, n, d, exponent, rank, count=3):
-        self.n, self._calls, self._batches = n, 0, []
-        for number in range(count):
-            rng = np.random.default_rng([9, rank, number])
-            ids = np.searchsorted(distribution(n, exponent), rng.random(BATCH))
-            self._batches.append((ids, rng.standard_normal((BATCH, d), dtype=np.float32)))
-
-    def batch(self):
-        """Return the next batch."""
-        self._calls += 1
-        return self._batches[self._calls % len(self._batches)]
-
-    def rows(self):
-        """Return the gradients of the next batch, one for each distinct id."""
-        return RowSparse.from_pairs(*self.batch(), self.n)
+def batches(n, d, exponent, rank, count=3):
+    """Return a function of a rank's next batch (ids, a gradient for each), of `count`."""
+    made = []
+    for number in range(count):
+        rng = np.random.default_rng([9, rank, number])
+        ids = np.searchsorted(distribution(n, exponent), rng.random(BATCH))
+        made.append((ids, rng.standard_normal((BATCH, d), dtype=np.float32)))
+    return itertools.cycle(made).__next__
 
 
 def gloo_sparse(x):
@@ -98,20 +89,22 @@ def ddp(n, d):
     return run
 
 
-def contestants(comm, batches, n, d):
+def contestants(comm, batch, n, d):
     """Return what is timed in turns, each with a function that returns its next input."""
+
+    def rows():
+        return RowSparse.from_pairs(*batch(), n)
 
     def ours(algo="auto", value_dtype=None):
         return lambda x: sparsecoll.allreduce(comm, x, ALGORITHMS[algo], value_dtype=value_dtype)
 
-    half = ours("auto", "bfloat16")
-    runs = {name: (ours(name), batches.rows) for name in ALGORITHMS}
+    runs = {name: (ours(name), rows) for name in ALGORITHMS}
     for name in ("auto", "allgather", "owners, hash"):
-        runs[f"{name}, bfloat16"] = (ours(name, "bfloat16"), batches.rows)
-    runs["auto, bfloat16, a quarter of the rows"] = (lambda x: half(x.topk(x.nnz // 4)), batches.rows)
-    runs["auto, from the batch"] = (lambda batch: ours()(RowSparse.from_pairs(*batch, n)), batches.batch)
-    runs["Alltoallv by hand, equal ranges"] = (by_hand(comm, n, d), batches.rows)
-    return runs | {"gloo, sparse": (gloo_sparse, batches.rows)}
+        runs[f"{name}, bfloat16"] = (ours(name, "bfloat16"), rows)
+    runs["auto, bfloat16, a quarter of the rows"] = (lambda x: ours("auto", "bfloat16")(x.topk(x.nnz // 4)), rows)
+    runs["auto, from the batch"] = (lambda batch: ours()(RowSparse.from_pairs(*batch, n)), batch)
+    runs["Alltoallv by hand, equal ranges"] = (by_hand(comm, n, d), rows)
+    return runs | {"gloo, sparse": (gloo_sparse, rows)}
 
 
 def dense(comm, x):
@@ -137,15 +130,15 @@ def measured(options, comm):
     harness.start_gloo(comm, options.interface)
     for table, exponent in [(table, exponent) for table in options.tables for exponent in options.exponents]:
         n, d = TABLES[table]
-        batches = Batches(n, d, exponent, comm.rank)
+        batch = batches(n, d, exponent, comm.rank)
         row = {"table": table, "n": n, "d": d, "P": comm.size, "exponent": exponent}
-        runs = contestants(comm, batches, n, d)
+        runs = contestants(comm, batch, n, d)
         seconds = harness.in_turns(as_transport(comm), list(runs.values()), options.repeat, 1)
         for (name, (run, make)), time in zip(runs.items(), seconds, strict=True):
             yield row | {"name": name, "seconds": time} | moved(comm, options.interface, run, make())
         if exponent == options.exponents[0] and not options.quick:  # once: these take seconds
-            slow = {"gloo, DDP with sparse=True": (ddp(n, d), batches.batch)}
-            slow["dense, MPI_Allreduce"] = (lambda x: dense(comm, x), batches.rows)
+            slow = {"gloo, DDP with sparse=True": (ddp(n, d), batch)}
+            slow["dense, MPI_Allreduce"] = (partial(dense, comm), runs["auto"][1])
             seconds = harness.in_turns(as_transport(comm), list(slow.values()), 1, 0)
             yield from (row | {"name": name, "seconds": time} for name, time in zip(slow, seconds, strict=True))
 

@@ -38,9 +38,7 @@ class TestbedError(RuntimeError):
     """The testbed cannot be set up or used; the text says what is missing."""
 
 
-LinkBytes = namedtuple(
-    "LinkBytes", "sent received"
-)  # that crossed a host's link, headers of Ethernet, IP, TCP included
+LinkBytes = namedtuple("LinkBytes", "sent received")  # over a host's link, headers of Ethernet, IP, TCP included
 
 
 def _output(*command):

@@ -280,18 +280,9 @@ def overlap(rows):
 
 
 UNSHOWN = (
-    ", no ",
     *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)),
-    "whole model",
-    "SparseSGD, dense",
-    "gaussiank",
-    "mstopk",
-    "dragonn",
-    "stream",
-    "0.1",
-    "hook, a",
-    "randomk",
-    "allgather",
+    *(", no ", "whole model", "SparseSGD, dense", "gaussiank", "mstopk", "dragonn"),
+    *("stream", "0.1", "hook, a", "randomk", "allgather"),
 )
 NETS = {("vgg", 32): "20 M", ("mlp", 32): "107 M"}
 

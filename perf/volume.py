@@ -15,7 +15,7 @@ from itertools import product
 import formulas
 import harness
 import numpy as np
-from harness import Entries, load, markdown, source
+from harness import drawn, load, markdown, source
 
 import sparsecoll
 from sparsecoll import Costs, DenseVector, Network, SparseVector
@@ -112,7 +112,7 @@ def scale_of(kind, n, k, P):
 def second_call(comm, kind, n, k):
     """Make two calls; return start and end of the second, words received, those of the search, and messages."""
     algo, form, value_dtype = KINDS[kind]
-    kept, transport, x = algorithm(algo), comm.transport, Entries(n, k, comm.rank, count=1)()
+    kept, transport, x = algorithm(algo), comm.transport, drawn(n, k, comm.rank, count=1)()
     for _ in range(2):
         allgather(transport, np.zeros(1))
         before, start = transport.traffic.copy(), transport.now()
@@ -161,17 +161,14 @@ def scaling_tables():
 def tables():
     """Return the table of docs/volume.md, and those of docs/benchmarks.md about many ranks, by name."""
     counted = [row for row in load("volume")["rows"] if row["P"] == 64]
-    counted = [
-        {head: value for head, value in row.items() if head not in ("formula", "P", "messages")} for row in counted
-    ]
+    counted = harness.columns(counted, lambda head: head not in ("formula", "P", "messages"))
     scaled = f"{source('scaling')}\n\n" + "\n\n".join(scaling_tables())
     return {"volume.table1": f"{markdown(counted)}\n\n{source('volume')}", "volume.scaling": scaled}
 
 
 def main():
     """Count or model, print and save."""
-    ranks = [4, 16, 64, 256]
-    options = harness.options(__doc__, n=10**6, density=0.005, ranks=ranks, scaling=False, models=list(MODELS))
+    options = harness.options(__doc__, n=10**6, density=0.005, ranks=[4, 16, 64, 256], scaling=False, models=[*MODELS])
     if options.scaling:
         harness.record(scaling(options), options, key=("model", "P", "network", "algo"))
     else:

@@ -226,7 +226,7 @@ def runner(comm: Any, call: Call) -> Run:
 
     def sparse(vector: Any) -> tuple[float, float, float, int]:
         before = counters.copy()
-        value: SparseVector = allreduce(
+        value: Any = allreduce(
             comm,
             vector,
             chosen,
@@ -235,7 +235,7 @@ def runner(comm: Any, call: Call) -> Run:
             value_dtype=call.value_dtype,
         )
         moved = counters.since(before).total
-        return moved.bytes_sent, moved.bytes_received, moved.messages_sent, value.nnz
+        return moved.bytes_sent, moved.bytes_received, moved.messages_sent, getattr(value, "nnz", vector.size)
 
     return sparse
 

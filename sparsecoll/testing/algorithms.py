@@ -196,7 +196,7 @@ def _half_precision(algorithm: Algorithm) -> None:
 
 def _feedback(algorithm: Algorithm) -> None:
     """With a constant gradient, every coordinate is sent again and again, also with k < P."""
-    for n, k in ((60, 2), (203, 9), (200, 50)):
+    for n, k in ((30, 2), (101, 9), (200, 50)):
         gradient, turns = np.random.default_rng(n + k).uniform(0.5, 1.5, n), 12 * n // k
 
         def program(comm: Any, gradient: Any = gradient, k: int = k, turns: int = turns) -> tuple[int, float]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import DISTRIBUTIONS, RANKS, case
+from cases import DISTRIBUTIONS, case
 from oracles import EXPECTED
 
 import sparsecoll
@@ -15,7 +15,7 @@ def test_every_algorithm_keeps_the_contract(algo):
     check_algorithm(ALGORITHMS[algo](), EXPECTED.get(algo), long=algo not in ("dense", "arctopk"))
 
 
-@pytest.mark.parametrize("P", RANKS)
+@pytest.mark.parametrize("P", [3, 8])
 @pytest.mark.parametrize("algo", [name for name in ALGORITHMS if name != "spardl"])
 def test_a_rank_contributes_only_at_its_own_indices(algo, P):
     for name in DISTRIBUTIONS:

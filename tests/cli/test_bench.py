@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Entries, in_turns
+from harness import drawn, in_turns
 
-from sparsecoll import Costs, Network, SparseVector, simulate
-from sparsecoll.bench import algorithm, timing
+from sparsecoll import Costs, LowBit, Network, SparseVector, simulate
+from sparsecoll.bench import algorithm, rows, timing
 from sparsecoll.bench.timing import Call
 from sparsecoll.cli.main import main
 from sparsecoll.cli.report import SHOWN, Report
@@ -48,7 +48,7 @@ def test_every_call_gets_another_vector():
     assert a.size == b.size == 1000 and not np.array_equal(a, b)
     np.testing.assert_allclose(vectors.base[: a.size] / 1.01, a, rtol=1e-5)
     np.testing.assert_array_equal(b, vectors.base[timing.STEP : timing.STEP + 1000])
-    entries = Entries(10_000, 500, rank=1)
+    entries = drawn(10_000, 500, rank=1)
     x, y = entries(), entries()
     assert 400 < x.nnz <= 500 and x.length == 10_000 and not np.array_equal(x.indices, y.indices)
 
@@ -95,9 +95,15 @@ def test_the_kernels_start_before_calls_are_timed(monkeypatch):
     assert started == [True]  # the simulator's seconds are modelled
 
 
+def test_an_algorithm_that_sums_dense_vectors_has_rows():
+    (row,) = rows(2, [LowBit(bits=4)], 1000, repeat=1)
+    assert (row["algo"], row["density"], row["entries"]) == ("lowbit", 1.0, 1000)
+    assert 0 < row["bytes_received"] < 1000
+
+
 def test_calls_take_turns():
     def program(comm):
-        entries = Entries(5000, 50, comm.rank)
+        entries = drawn(5000, 50, comm.rank)
         calls = [Call("allgather", None), Call("dense", None)]
         return in_turns(as_transport(comm), [(timing.runner(comm, call), entries) for call in calls], repeat=3)
 

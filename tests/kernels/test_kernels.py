@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from cases import pairwise
 from hypothesis import given, settings, strategies as st
 
 from sparsecoll.kernels import cpu, reference, sampling
@@ -23,7 +24,8 @@ DTYPES = [np.dtype(name) for name in os.environ.get("SPARSECOLL_DTYPES", "").spl
 OTHERS = ["uint8"] if "SPARSECOLL_DTYPES" in os.environ else [name for name in VALUE_DTYPES if name not in DTYPES]
 dtypes = st.sampled_from(DTYPES)
 ordered = st.sampled_from([*DTYPES, *map(dtype_of, filter(installed, OTHERS))])
-floats = st.sampled_from([dtype for dtype in DTYPES if dtype.kind == "f"])
+FLOATS = [dtype for dtype in DTYPES if dtype.kind == "f"]
+floats = st.sampled_from(FLOATS)
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.one_of(st.integers(0, 40), st.sampled_from([1000, 8191, 8192, 8193, 20_000]))
 SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-7, 65504.0]
@@ -152,16 +154,18 @@ def test_selection_from_a_source(dtype, size, seed, data):
     assert (v.tobytes(), g.tobytes()) == before
 
 
-@FEW
-@given(floats, sizes, seeds, st.data())
-def test_momentum_in_the_pass_that_selects(dtype, size, seed, data):
+# Each is compiled, which takes long: dtypes of values and of an addend; clear, nesterov and in place.
+PASSES = pairwise(map(str, FLOATS), (None, "its own", "float64"), *[(False, True)] * 3)
+
+
+@pytest.mark.parametrize(("dtype", "other", "clear", "nesterov", "in_place"), PASSES)
+@settings(FEW, max_examples=10)
+@given(sizes, seeds, st.sampled_from([0.0, 0.7]), st.floats(0, 1))
+def test_momentum_in_the_pass_that_selects(dtype, other, clear, nesterov, in_place, size, seed, factor, share):
     """Velocities are formed, and all else is done, as if momentum came first; in place, or from a source."""
-    dtype = np.dtype(dtype)
-    gradient, velocity, g = (values(dtype, size, seed + s) for s in range(3))
-    other = data.draw(st.sampled_from([dtype, dtype, np.dtype(np.float64)]))  # of the addend
-    add, clear = data.draw(st.sampled_from([None, (g.astype(other), 0.5)])), data.draw(st.booleans())
-    factor, nesterov, in_place = data.draw(st.sampled_from([0.0, 0.7])), *(data.draw(st.booleans()) for _ in range(2))
-    k = data.draw(st.integers(0, size))
+    gradient, velocity, g = (values(np.dtype(dtype), size, seed + s) for s in range(3))
+    add = (g.astype(dtype if other == "its own" else other), 0.5) if other else None
+    k = int(share * size)
     for name, argument, moments in (
         ("form", None, False),
         ("select_at_least", 1, True),

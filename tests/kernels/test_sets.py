@@ -13,7 +13,8 @@ from sparsecoll.kernels.cpu.intrinsics import cache
 
 ROOT = Path(__file__).parent.parent.parent
 OTHERS = [name for name in ("avx512", "avx2", "portable") if name != cpu.lanes.SET]
-SUITES = [f"tests/kernels/test_{name}.py" for name in ("kernels", "codecs", "streams")]
+SUITES = [f"tests/kernels/test_{name}.py" for name in ("kernels", "codecs", "streams", "union")]
+SAME = ("several_threads", "rice", "blocks", "bitmaps", "hashed", "random_indices")  # kernels without lanes
 DTYPES = "float32 int64"  # a type of floats and one of integers, and both widths of lanes
 
 
@@ -43,7 +44,18 @@ def supported(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_kernels_on_every_other_instruction_set(name):
     """With fewer types and examples than on this machine's own set: almost all of the time is compilation."""
-    options = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not several_threads"]
+    options = [
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-k",
+        f"not ({' or '.join(SAME)})",
+    ]
     variables = {"SPARSECOLL_EXAMPLES": "10", "SPARSECOLL_DTYPES": DTYPES}
     output(start(*options, *SUITES, SPARSECOLL_KERNELS=supported(name), **variables))
 

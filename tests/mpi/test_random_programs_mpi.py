@@ -7,7 +7,7 @@ from play import run
 from runs import alike
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
-COUNT = int(os.environ.get("SPARSECOLL_PROGRAMS", "20"))
+COUNT = int(os.environ.get("SPARSECOLL_PROGRAMS", "8"))
 
 
 def test_random_programs_lose_nothing(comm):

@@ -69,7 +69,7 @@ def _stream_dense(bits, indices, values, part):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_below(indices, values, start, base, stop, part):  # type: ignore[no-untyped-def]
+def add_below(indices, values, start, base, stop, part):  # type: ignore[no-untyped-def]
     """Add entries from `start` on, with indices below `stop`, to `part`, which begins at `base`; where they end."""
     i, size, one, zero = np.uint64(start), np.uint64(indices.size), np.uint64(1), part.dtype.type(0)
     while i < size and np.uint64(indices[i]) < stop:
@@ -96,7 +96,7 @@ def _write_sum(  # type: ignore[no-untyped-def]
         while group < sizes.size and not left:
             for p in range(group, group + together):
                 indices, values = array_at(index_at[p], sizes[p], like), array_at(value_at[p], sizes[p], part)
-                starts[p] = _add_below(indices, values, starts[p], base, base + np.uint64(count), block)
+                starts[p] = add_below(indices, values, starts[p], base, base + np.uint64(count), block)
                 left |= starts[p] < sizes[p]
             group += 0 if left else together
         _divide(block, divisor, inverse)

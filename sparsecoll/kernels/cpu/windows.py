@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, array_at, emit_block, jit, prefetch
-from sparsecoll.kernels.cpu.sums import addresses
+from sparsecoll.kernels.cpu.sums import add_below, addresses
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 
@@ -32,22 +32,6 @@ def lowest(index_at, sizes, starts, like):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_window(indices, values, start, base, sums):  # type: ignore[no-untyped-def]
-    """Add the entries of one vector from `start` on that are in the window at `base`; the position after them."""
-    one, zero = np.uint64(1), sums.dtype.type(0)
-    i, size = np.uint64(start), np.uint64(indices.size)  # unsigned: negative positions would be looked at
-    while i < size and np.uint64(indices[i]) - base < np.uint64(WINDOW):
-        j = np.uint64(indices[i]) - base
-        sums[j] = (sums[j] + values[i]) + zero  # of two NaN the first one stays, as in merge.py
-        i += one
-    stop = np.int64(i)
-    for ahead in range(stop, min(stop + min(stop - start, AHEAD), indices.size), LINE):  # by so many streams of data
-        prefetch(indices, ahead)  # the processor is not warned
-        prefetch(values, ahead)
-    return stop
-
-
-@jit
 def _sum_windows(index_at, value_at, sizes, starts, sums, bits, out_indices, out_bits):  # type: ignore[no-untyped-def]
     """Sum all windows. `sums`, of which `bits` is a view, holds -0 everywhere before and after."""
     count = 0
@@ -57,8 +41,11 @@ def _sum_windows(index_at, value_at, sizes, starts, sums, bits, out_indices, out
             return count
         last = np.uint64(0)  # the window's last entry
         for p in range(sizes.size):
-            indices = array_at(index_at[p], sizes[p], out_indices)
-            stop = _add_window(indices, array_at(value_at[p], sizes[p], sums), starts[p], base, sums)
+            indices, values = array_at(index_at[p], sizes[p], out_indices), array_at(value_at[p], sizes[p], sums)
+            stop = add_below(indices, values, starts[p], base, base + np.uint64(WINDOW), sums)
+            for ahead in range(stop, min(stop + min(stop - starts[p], AHEAD), sizes[p]), LINE):  # by so many streams of
+                prefetch(indices, ahead)  # data the processor is not warned
+                prefetch(values, ahead)
             if stop > starts[p]:
                 last = max(last, np.uint64(indices[stop - 1]) - base)
             starts[p] = stop

@@ -9,3 +9,4 @@ from sparsecoll.kernels.gpu.rice import *
 from sparsecoll.kernels.gpu.selection import *
 from sparsecoll.kernels.gpu.sums import *
 from sparsecoll.kernels.reference.codecs import from_bfloat16 as from_bfloat16
+from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys

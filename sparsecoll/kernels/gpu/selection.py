@@ -39,13 +39,6 @@ def _added(add: Addend | None) -> tuple[tuple[str, ...], Array | None, np.float6
     return (f"-DADD={device.code(addend.dtype)}",), addend, np.float64(add[1])
 
 
-def magnitude_keys(values: Array) -> Array:
-    if values.dtype.kind != "f":
-        return abs(values).view(_bits(values))
-    bits = values.view(_bits(values))
-    return bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)
-
-
 def form(values: Array, work: Pass) -> None:
     _begin(values, work)
     if work.add is not None:

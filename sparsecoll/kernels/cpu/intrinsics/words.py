@@ -13,6 +13,7 @@ from numba.extending import intrinsic as _intrinsic
 intrinsic: Any = _intrinsic
 cgutils: Any = _cgutils
 trailing_zeros: Any = _numbers.trailing_zeros
+viewed: Any = _numbers.viewer  # viewed(x, dtype) has the bits of x
 BYTES = ir.VectorType(ir.IntType(8), 8)
 
 
