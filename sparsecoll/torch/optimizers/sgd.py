@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,17 @@ from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
 from sparsecoll.torch.optimizers.distributed import restoring_groups
-from sparsecoll.torch.optimizers.sgd_rules import Rule, Update, check_group, common, compressor_of, names_of, updates
+from sparsecoll.torch.optimizers.sgd_rules import (
+    RowUpdate,
+    Rule,
+    Update,
+    check_group,
+    common,
+    compressor_of,
+    names_of,
+    tell,
+    updates,
+)
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
@@ -24,7 +35,7 @@ from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.tensors.layout import takes_part
-from sparsecoll.torch.tensors.model import model_of
+from sparsecoll.torch.tensors.model import model_of, momenta_of
 from sparsecoll.torch.tensors.private import is_trial_step
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -111,8 +122,8 @@ class SparseSGD(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         comm: Any = None,
-        algo: str | Algorithm = "oktopk",
-        density: float | Schedule = 0.01,
+        algo: str | Algorithm | None = None,
+        density: float | Schedule | None = None,
         k: int | None = None,
         format: str | Format = "auto",
         value_dtype: str | None = None,
@@ -143,11 +154,14 @@ class SparseSGD(torch.optim.Optimizer):
         self._compressor, options, self._scaling = collective(transport, "SparseSGD", timeout, build)
         with agreed(transport, timeout):
             self._replica = Replica(transport, known, options)
+            self._replica.context.momenta = partial(momenta_of, self, self._replica.params)
             self._replica.shared_options = lambda: common(self.param_groups)
             self._replica.changed = lambda: self._flat.differs(self.param_groups)
             self._flat = Accumulator(self._compressor, self._replica)
             self._model, self._built = known, True
             self._introduce()
+        if self._flat.keeps_momentum and transport.rank == 0:
+            tell("SparseSGD", self.param_groups, self._compressor)
 
     @property
     def traffic(self) -> Traffic:
@@ -229,7 +243,7 @@ class SparseSGD(torch.optim.Optimizer):
         sparse = self._replica.sparse_weights  # whose momentum is sparse, too
         for group in self.param_groups:
             for p in group["params"]:
-                if group["momentum"] and p.grad is not None and id(p) not in sparse:
+                if group["momentum"] and p.grad is not None and id(p) not in sparse and not self._flat.keeps_momentum:
                     self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
     def _reduced(self, scaling: Scaling | None = None) -> tuple[Round, Sums]:
@@ -284,7 +298,9 @@ class SparseSGD(torch.optim.Optimizer):
     def _apply(self, p: torch.Tensor, update: Update, group: dict[str, Any]) -> None:
         """Apply torch.optim.SGD's step on the mean gradient to one parameter."""
         rule = Rule.of(group, self._replica.transport.size)
-        update.step(p, self.state, rule if rule.momentum else rule.in_units_of_lr())
+        if self._flat.keeps_momentum and not isinstance(update, RowUpdate):
+            rule = rule.without_momentum(self._replica.context.step)
+        update.step(p, self.state, rule.in_units_of_lr() if self._flat.rated(group) else rule)
 
     # -- other ranks
 
