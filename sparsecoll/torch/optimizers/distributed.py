@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,8 +11,14 @@ import torch
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.torch.compressors import Compressor, as_compressor
-from sparsecoll.torch.optimizers.sgd_rules import check_momentum, compressor_for, tell, without_momentum
+from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compressor
+from sparsecoll.torch.optimizers.sgd_rules import (
+    check_momentum,
+    compressor_for,
+    restoring_groups,
+    tell,
+    without_momentum,
+)
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import LOCAL, STATE
@@ -130,21 +136,6 @@ class Wrapper(torch.optim.Optimizer):
         raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
 
 
-@contextlib.contextmanager
-def restoring_groups(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
-    """Context manager that yields the number of groups; if it raises, those that were added in it are removed.
-
-    All ranks raise then, and discard the buckets by `release`, which some may have done already.
-    """
-    count = len(groups)
-    try:
-        yield count
-    except Exception:
-        del groups[count:]
-        release()
-        raise
-
-
 class DistributedOptimizer(Wrapper):
     """Wraps an optimizer, which then uses the mean of all ranks' gradients. Gradients are sent compressed.
 
@@ -245,7 +236,7 @@ class DistributedOptimizer(Wrapper):
             below = own.dense_below if dense_below is None else dense_below
             options = Options(bucket_bytes, below, overlap, gradient_as_bucket_view, verify, timeout)
             refuse_wrapped(model, "named_parameters")
-            self._keeps_momentum = getattr(own, "momentum", 0.0) is None
+            self._keeps_momentum = isinstance(own, TopKCompressor) and own.momentum is None
             if self._keeps_momentum:
                 check_momentum(optimizer)
             return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
@@ -256,7 +247,7 @@ class DistributedOptimizer(Wrapper):
             self._engine.regroup(params)
         if own.keeps_gradient:
             warn_of_state(optimizer, transport)
-        if self._keeps_momentum and transport.rank == 0:
+        if isinstance(own, TopKCompressor) and self._keeps_momentum and transport.rank == 0:
             tell("DistributedOptimizer", self.param_groups, own)
 
     @property

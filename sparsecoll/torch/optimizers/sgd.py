@@ -15,7 +15,6 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
-from sparsecoll.torch.optimizers.distributed import restoring_groups
 from sparsecoll.torch.optimizers.sgd_rules import (
     RowUpdate,
     Rule,
@@ -24,6 +23,7 @@ from sparsecoll.torch.optimizers.sgd_rules import (
     common,
     compressor_of,
     names_of,
+    restoring_groups,
     tell,
     updates,
 )
@@ -44,18 +44,30 @@ logger = logging.getLogger(__name__)
 
 
 class SparseSGD(torch.optim.Optimizer):
-    """Drop-in for torch.optim.SGD in data-parallel training: Ok-Topk SGD (Li and Hoefler 2022, Algorithm 2).
+    """Drop-in for torch.optim.SGD in data-parallel training, with the same values of lr, momentum and weight_decay.
 
-        optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9, density=0.01)
+        optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    Each `step`, on every rank, with learning rate a, momentum m, velocity v and P ranks:
+    By default, each rank sends 1 % of the entries in 4 bits, and more in the first 50 steps (`compressors.sgdtopk`).
+    Momentum m acts on a gradient before it enters the residual, where waiting acts like momentum, too. So each `step`
+    s = 1, 2, ..., with learning rate a, P ranks, and m' = max(0, 1 - 3 (1 - m)), is
+
+        1. u = m' u + gradient;  acc = residual + u
+        2. sum, contributed = sparse allreduce of acc
+        3. residual = acc - contributed;  u = 0 where this rank sent an entry
+        4. w = w - b (sum / P + weight_decay / (1 - m') w),  b = a (1 - m') / (1 - m) * (1 - m^s) / (1 - m'^s)
+
+    so that a gradient moves w by a / (1 - m) in all, as in SGD, and the first steps are as long. `dampening` scales b,
+    and `nesterov` changes nothing. Parameters with sparse gradients take SGD's own steps.
+
+    With `algo`, it is Ok-Topk SGD (Li and Hoefler 2022, Algorithm 2), with velocity v:
 
         1. acc = residual + a * gradient                    (line 4; with momentum: residual + gradient)
         2. u, contributed = sparse allreduce of acc         (line 5)
         3. residual = acc - contributed                     (line 6)
         4. w = w - u / P                                    (line 7; with momentum: v = m v + u / P, w = w - a v)
 
-    Without momentum, gradients in the residual therefore keep the learning rate at which they were computed, as in the
+    Without momentum, gradients in that residual therefore keep the learning rate at which they were computed, as in the
     paper. With momentum they get that of the step in which they are applied, as do all gradients in torch's velocity.
     With density=1 or algo="dense" the steps are thus those of torch.optim.SGD on the mean gradient under every
     schedule, also one that passes through 0. Weight decay and momentum act on values that are the same on all ranks,
@@ -87,11 +99,11 @@ class SparseSGD(torch.optim.Optimizer):
         maximize: as in torch.optim.SGD (default: False).
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
-        algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied (default: "oktopk").
-        density: fraction of all parameters that each rank selects, in (0, 1], or a Schedule (default: 0.01). Ignored by
-            algo="dense", which sends all.
+        algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied; None, the default, as above.
+        density: fraction of all parameters that each rank selects, in (0, 1], or a Schedule (default: None, for 0.01,
+            and without `algo` for `WarmUp(0.01)`). Ignored by algo="dense", which sends all.
         k: number of entries that each rank selects, instead of `density`.
-        format: wire format, a name or a Format (default: "auto").
+        format: wire format, a name or a Format (default: "auto", which is 4 bits without `algo` and `value_dtype`).
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients.
         row_density: as in `sparsecoll.torch.compressors.TopKCompressor`: which rows of sparse gradients are sent

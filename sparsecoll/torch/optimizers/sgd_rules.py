@@ -7,7 +7,7 @@ import copy
 import functools
 import logging
 import numbers
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from sparsecoll.select import Vector
 from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.compressors.presets import sgdtopk
 from sparsecoll.torch.compressors.schedule import Schedule
-from sparsecoll.torch.compressors.topk import shorter
+from sparsecoll.torch.compressors.topk import TopKCompressor, shorter
 from sparsecoll.torch.reduction.accumulator import SparseSum
 from sparsecoll.torch.tensors.layout import CPU, CpuDevice, Layout, device_of, residual_dtype, rows_like
 from sparsecoll.torch.tensors.model import check_whole
@@ -40,6 +40,8 @@ def compressor_of(
 ) -> SparseSum:
     """Return the compressor for these arguments of SparseSGD: that of `sgdtopk` if `algo` is None."""
     keeps: dict[str, Any] = {}
+    if algo is None and k is None and density == 1:
+        algo = "dense"
     if algo is None:
         preset = sgdtopk()
         algo, keeps = preset.algo, {"momentum": None}
@@ -172,6 +174,21 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
+def restoring_groups(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
+    """Context manager that yields the number of groups; if it raises, those that were added in it are removed.
+
+    All ranks raise then, and discard the buckets by `release`, which some may have done already.
+    """
+    count = len(groups)
+    try:
+        yield count
+    except Exception:
+        del groups[count:]
+        release()
+        raise
+
+
+@contextlib.contextmanager
 def without_momentum(optimizer: torch.optim.Optimizer, steps: int, tables: Collection[int]) -> Iterator[None]:
     """Context manager: an optimizer steps by `Rule.without_momentum`, except on the parameters `tables`, by id."""
 
@@ -189,19 +206,21 @@ def without_momentum(optimizer: torch.optim.Optimizer, steps: int, tables: Colle
         optimizer.param_groups = groups
 
 
-def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: Compressor) -> None:
+def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: TopKCompressor) -> None:
     """Say in one line what stands for the momentum of SGD."""
     momentum = next((float(group["momentum"]) for group in groups if group["momentum"]), 0.0)
     if momentum:
         inside = shorter(momentum)
         logger.warning(
             "%s: momentum=%.3g before the compression, at %.3g times the learning rate, stands for SGD's momentum=%.3g,"
-            " since what waits to be sent acts like momentum, too. Sent: %s",
+            " since what waits to be sent acts like momentum, too. Each rank sends density=%s, algo=%r, format=%r",
             who,
             inside,
             (1 - inside) / (1 - momentum),
             momentum,
-            compressor.describe(),
+            compressor.density,
+            as_algorithm(compressor.algo).name,
+            formats.as_format(compressor.format).name,
         )
 
 
