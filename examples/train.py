@@ -29,6 +29,7 @@ from sparsecoll import bench
 from sparsecoll.transport import LocalTransport, default_comm
 
 SECONDS_AN_EPOCH = 4.0  # both runs together, on 4 ranks that share two cores
+DENSITY = 0.01
 NETWORK = sparsecoll.Network(alpha=50e-6, beta=8e-9)
 
 
@@ -73,25 +74,35 @@ def make_model(side: int) -> nn.Module:
 
 
 def method(args: argparse.Namespace):
-    """Return the algorithm or the compressor that is compared with dense sums; raise ValueError if there is none."""
+    """Return the algorithm or the compressor that is compared with dense sums, or None for SparseSGD's default.
+
+    Raise ValueError if there is none of that name.
+    """
     if args.compressor:
-        return bench.compressor(args.compressor, density=args.density)
-    algorithm = bench.algorithm(args.algo)
+        return bench.compressor(args.compressor, density=args.density or DENSITY)
+    if args.algo is None and args.selector is None:
+        return None
+    algorithm = bench.algorithm(args.algo or "oktopk")
     algorithm.selector = bench.selector(args.selector) if args.selector else algorithm.selector
     return algorithm
+
+
+def sparse_name(args: argparse.Namespace) -> str:
+    """Return what the table calls that method."""
+    return args.compressor or args.algo or args.selector or "SparseSGD"
 
 
 def make_optimizer(comm, model: nn.Module, name: str, args: argparse.Namespace) -> torch.optim.Optimizer:
     """Return the optimizer for sums that are dense, or those of the method that the arguments name."""
     chosen, parameters = "dense" if name == "dense" else method(args), model.parameters()
-    if isinstance(chosen, str | sparsecoll.Algorithm):
+    if chosen is None or isinstance(chosen, str | sparsecoll.Algorithm):
         return sparsecoll.torch.SparseSGD(  # (*) instead of torch.optim.SGD
             parameters,
             args.lr,
             comm=comm,
             algo=chosen,
             density=args.density,
-            momentum=args.momentum,  # (*)
+            momentum=args.momentum,
         )
     momentum = 0.0 if getattr(chosen, "momentum", 0.0) else args.momentum  # once is enough
     inner = torch.optim.SGD(parameters, args.lr, momentum)
@@ -155,7 +166,7 @@ def plan(args: argparse.Namespace, P: int) -> str:
     about = f"About {seconds:.0f} seconds" if seconds < 90 else f"About {seconds / 60:.0f} minutes"
     return (
         f"Training on {P} rank{'s' * (P > 1)}, {args.epochs} epochs, {args.seeds} seed{'s' * (args.seeds > 1)}: with"
-        f" dense sums of the gradient, then with {args.compressor or args.algo} at density {args.density:g}. {about} on"
+        f" dense sums of the gradient, then with {sparse_name(args)} at density {args.density or DENSITY:g}. {about} on"
         " two cores."
     )
 
@@ -175,7 +186,7 @@ def show(dense: dict, sparse: dict, args: argparse.Namespace, P: int) -> None:
     from rich.table import Table
 
     title = (
-        f"{dense['data']}, {dense['parameters']:,} parameters, {P} ranks, density {args.density:g},"
+        f"{dense['data']}, {dense['parameters']:,} parameters, {P} ranks, density {args.density or DENSITY:g},"
         f" mean of {args.seeds} seed{'s' * (args.seeds > 1)}"
     )
     table = Table(title=title)
@@ -223,10 +234,10 @@ def plot(dense: dict, sparse: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algo", default="oktopk", help="algorithm, NAME[:OPTION=VALUE,...] or MODULE:CLASS[...]")
+    parser.add_argument("--algo", help="algorithm, NAME[:OPTION=VALUE,...] or MODULE:CLASS[...] (SparseSGD's default)")
     parser.add_argument("--selector", help="selector, likewise (default: the algorithm's own)")
     parser.add_argument("--compressor", help="compressor, likewise, in place of an algorithm")
-    parser.add_argument("--density", type=float, default=0.01, help="share of the gradient that is sent (%(default)s)")
+    parser.add_argument("--density", type=float, help="share of the gradient that is sent (0.01, at first more)")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=25, help="images per rank and step (%(default)s)")
     parser.add_argument("--lr", type=float, default=0.1)
@@ -245,7 +256,7 @@ def main() -> None:
         sys.exit(2)
     if comm.rank == 0:
         print(plan(args, P), flush=True)
-    names = ("dense", args.compressor or args.algo)
+    names = ("dense", sparse_name(args))
     dense, sparse = ([train(comm, name, args, seed) for seed in range(args.seeds)] for name in names)
     if comm.rank == 0:
         show(summary(dense), summary(sparse), args, P)

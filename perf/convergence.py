@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from sparsecoll import simulate
 from sparsecoll.bench.timing import about
 from sparsecoll.cli import style
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
 from sparsecoll.torch.compressors import (
     ACPSGD,
     COVAP,
@@ -79,9 +79,11 @@ CORRECTED = {  # (task, number of steps) -> compressor
     "arctopk 1 %": corrected(TopKCompressor, algo="arctopk"),
     "dgc 1 %": lambda task, _: dgc(DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),
 }
+DROP_IN = "SparseSGD"  # with SGD's own learning rate and momentum
 LOCAL = "10 local steps, 10 %, 4 bits"  # of LocalOptimizer, for AdamW
 OTHERS = {
     "dense": lambda *_: "none",
+    DROP_IN: lambda *_: None,
     "dense, Nesterov": lambda *_: "none",
     "oktopk 1 %, momentum outside": lambda *_: oktopk(DENSITY),
     "powersgd rank 4": lambda *_: PowerSGD(4),
@@ -90,7 +92,7 @@ OTHERS = {
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
     LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
 }
-LINES = {"dense": OTHERS["dense"], **CORRECTED, **OTHERS}
+LINES = {"dense": OTHERS["dense"], DROP_IN: OTHERS[DROP_IN], **CORRECTED, **OTHERS}
 DDP = {  # lines of `wide`: functions that register a hook
     "DDP, gloo": lambda model: None,
     "DDP, fp16 hook": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
@@ -100,11 +102,14 @@ DDP = {  # lines of `wide`: functions that register a hook
 
 def made_for(task, line):
     """Whether a line differs from others with the optimizer of a task."""
-    return line not in SHORTER and "Nesterov" not in line if task.adam else line != LOCAL
+    return line not in (*SHORTER, DROP_IN) and "Nesterov" not in line if task.adam else line != LOCAL
 
 
 def optimizers(task, line, model, comm, steps):
     """Return the optimizer of a line, without and with its wrapper."""
+    if line == DROP_IN:
+        optimizer = SparseSGD(model.parameters(), task.lr, MOMENTUM, comm=comm)
+        return optimizer, optimizer
     lr = task.lr * (1 - SHORTER.get(line, MOMENTUM)) / (1 - MOMENTUM)
     if task.adam:
         inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -164,7 +169,7 @@ def train(comm, name, line, seed, validate=False, points=8):
                 spent = seconds if wide else (optimizer.traffic.total.bytes_received - before) / 1e6
                 part = test if step == steps or wide else (test[0][::5], test[1][::5])
                 curve.append([step, spent, quality(model, part, task.unit)])
-    if line not in DDP:
+    if line not in DDP and line != DROP_IN:
         optimizer.close()
     return {"steps": steps, "parameters": sum(p.numel() for p in model.parameters()), "curve": curve}
 

@@ -54,7 +54,7 @@ def test_demo_runs_without_mpirun(tmp_path):
     assert run.stdout.startswith("Training on 1 rank, 1 epochs, 1 seed: with dense sums") and "About" in run.stdout
     assert "accuracy difference" in run.stdout
     rows = json.loads((tmp_path / "train.json").read_text())["rows"]
-    assert [row["algo"] for row in rows] == ["dense", "oktopk"]
+    assert [row["algo"] for row in rows] == ["dense", "SparseSGD"]
     assert all(row["accuracy"] > 50 for row in rows)
     assert (tmp_path / "train.png").stat().st_size > 10_000
 

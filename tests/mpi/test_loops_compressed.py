@@ -20,11 +20,13 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     dgc,
     nesterovtopk,
     oktopk,
+    sgdtopk,
 )
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 MADE = {"covap": COVAP(2, start=1.0), "dgc": dgc(momentum=0.0), "qsgd": QSGD(4, feedback=True)} | {
     "topk": TopKCompressor(0.1, algo="allgather"),
+    "sgdtopk": sgdtopk(0.1, momentum=0.0),
     "nesterovtopk": nesterovtopk(0.1, momentum=0.0, nesterov=False),
     "dragonn": DRAGONN(0.1, selective=False),
     "oktopk": oktopk(0.1),

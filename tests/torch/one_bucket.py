@@ -26,7 +26,11 @@ def one(compressor, gradients, steps=1, shapes=None, **world):
         own = as_compressor(compressor)
         names = tuple(f"p{i}" for i in range(len(shapes)))
         flat = gradients[comm.rank].reshape(-1)
-        own.bind(Layout(0, (flat.size,), names, shapes, flat.dtype), comm.transport, StepContext())
+        own.bind(
+            Layout(0, (flat.size,), names, shapes, flat.dtype),
+            comm.transport,
+            StepContext(momenta=lambda some: [0.9] * len(some)),
+        )
         results = []
         for _ in range(steps):
             results.append(step(own, comm.transport, flat.copy()))

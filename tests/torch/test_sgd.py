@@ -152,7 +152,7 @@ def test_momentum_that_is_switched_on_and_off_keeps_what_waits():
 
 def test_one_rank_without_mpirun():
     model = net()
-    optimizer = SparseSGD(model.parameters(), 0.1, density=0.05)
+    optimizer = SparseSGD(model.parameters(), 0.1, algo="oktopk", density=0.05)
     before = bits(model)
     loss_of(model, batch(0, 0)).backward()
     optimizer.step()

@@ -144,14 +144,14 @@ def test_distributed_checkpoints_state_dict_functions():
 
     def program(comm):
         model, other = net(), net(1)
-        optimizer = SparseSGD(model.parameters(), 0.1, 0.9 * (comm.size == 2), comm=comm, density=0.1)
+        optimizer = SparseSGD(model.parameters(), 0.1, 0.9 * (comm.size == 2), comm=comm, algo="oktopk", density=0.1)
         train(comm, model, optimizer, range(3))
         optimizer.zero_grad()
         before = bits(model), residuals(optimizer)
         state = functions.get_optimizer_state_dict(model, optimizer)
         assert bits(model) == before[0]
         assert all(torch.equal(residuals(optimizer)[n], t) for n, t in before[1].items())
-        fresh = SparseSGD(other.parameters(), comm=comm)
+        fresh = SparseSGD(other.parameters(), comm=comm, algo="oktopk")
         functions.set_optimizer_state_dict(other, fresh, state)
         assert fresh.param_groups[0]["lr"] == 0.1
         if comm.size == 2:

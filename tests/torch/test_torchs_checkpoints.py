@@ -113,9 +113,9 @@ def test_torchs_checkpoints_find_sparse_sgds_momentum_in_a_new_optimizer():
 
     def program(comm):
         old, new = net(), net()
-        first = SparseSGD(old.parameters(), 0.1, 0.9, comm=comm, density=0.1)
+        first = SparseSGD(old.parameters(), 0.1, 0.9, comm=comm, algo="oktopk", density=0.1)
         train(comm, old, first, range(3))
-        second = SparseSGD(new.parameters(), 0.1, 0.9, comm=comm, density=0.1)
+        second = SparseSGD(new.parameters(), 0.1, 0.9, comm=comm, algo="oktopk", density=0.1)
         saved, found = get_optimizer_state_dict(old, first), get_optimizer_state_dict(new, second)
         keys = {name: list(entries) for name, entries in saved["state"].items()}
         assert {name: list(entries) for name, entries in found["state"].items()} == keys

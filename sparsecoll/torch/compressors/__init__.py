@@ -30,6 +30,7 @@ from sparsecoll.torch.compressors.presets import (
     mstopk as mstopk,
     nesterovtopk as nesterovtopk,
     oktopk as oktopk,
+    sgdtopk as sgdtopk,
 )
 from sparsecoll.torch.compressors.qsgd import QSGD as QSGD, efsignsgd as efsignsgd
 from sparsecoll.torch.compressors.randomk import RandomKCompressor as RandomKCompressor
@@ -40,6 +41,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "free": NoCommunication,
     "fp16": FP16,
     "topk": TopKCompressor,
+    "sgdtopk": sgdtopk,
     "nesterovtopk": nesterovtopk,
     "oktopk": oktopk,
     "densestream": densestream,

@@ -66,6 +66,7 @@ class Compressor(ABC):
     takes_source: ClassVar[bool] = False  # whether `compensate` has the argument `source`
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
+    dense_below = 1024  # number of values below which a parameter is not compressed, unless the user gives another
     given_name = ""  # by which the user asked for it, if that is the name of a preset
 
     @property

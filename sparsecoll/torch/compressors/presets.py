@@ -5,8 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll import algorithms, select
-from sparsecoll.torch.compressors.schedule import Density
+from sparsecoll.torch.compressors.schedule import Density, WarmUp
 from sparsecoll.torch.compressors.topk import TopKCompressor
+
+
+def sgdtopk(density: Density | None = None, **options: Any) -> TopKCompressor:
+    """Top k for torch.optim.SGD with the learning rate and the momentum of dense training (docs/convergence.md).
+
+    Each rank's top k with values of 4 bits, an allgather, and momentum correction with factor masking (Deep Gradient
+    Compression, sections 3.1 to 3.3) in place of SGD's momentum; the default of SparseSGD and, with torch.optim.SGD, of
+    DistributedOptimizer. See `sparsecoll.torch.SparseSGD` for the momentum. In loops that do not know the optimizer
+    (DDP's hook, FSDP) use `nesterovtopk`.
+
+    Volume: about 1.5k(P-1) bytes at a density of 1 %, which grows with P: for many ranks use `oktopk`.
+
+    Args:
+        density: k as a fraction of a bucket, as in `TopKCompressor` (default: None, for `WarmUp(0.01)`).
+        **options: further options of `TopKCompressor`.
+
+    Returns:
+        TopKCompressor with `algo="allgather"`, `format="packed_codes"` and `momentum=None`.
+    """
+    defaults = {"algo": "allgather", "format": "packed_codes", "momentum": None}
+    made = _named("sgdtopk", WarmUp(0.01) if density is None else density, defaults, options)
+    made.dense_below = 0
+    return made
 
 
 def nesterovtopk(density: Density = 0.01, **options: Any) -> TopKCompressor:

@@ -92,13 +92,15 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """Falls from `start` to `density` by equal factors in `stages` stages, then stays constant.
+    """Falls from `start` to `density`, then stays constant.
 
-    Deep Gradient Compression (Lin and others, ICLR 2018, section 3.4) starts at 25 % and reaches 0.1 % after 4 epochs.
+    With `steps`, it falls by equal factors in `stages` stages: Deep Gradient Compression (Lin and others, ICLR 2018,
+    section 3.4) starts at 25 % and reaches 0.1 % after 4 epochs. Without, step t has 1 / (2t + 2): 1 % is reached after
+    50 steps, which have sent as much as two of dense training.
 
     Args:
         density: final density, in (0, 1].
-        steps: number of optimizer steps until it is reached.
+        steps: number of optimizer steps until it is reached; None, the default, needs no knowledge of their number.
         start: density of the first step, in (0, 1] (default: 0.25).
         stages: number of times that the density changes (default: 4).
 
@@ -108,25 +110,29 @@ class WarmUp(Schedule):
 
     >>> [round(WarmUp(0.001, steps=8).at(step), 4) for step in (0, 2, 4, 6, 8)]
     [0.25, 0.0629, 0.0158, 0.004, 0.001]
+    >>> [WarmUp(0.01).at(step) for step in (0, 1, 4, 49)]
+    [0.25, 0.25, 0.1, 0.01]
     """
 
     density: float
-    steps: int
+    steps: int | None = None
     start: float = 0.25
     stages: int = 4
 
     def __post_init__(self) -> None:
         _check(self.density)
         _check(self.start)
-        if self.steps < 1 or self.stages < 1:
+        if (self.steps is not None and self.steps < 1) or self.stages < 1:
             raise ValueError(f"steps, stages: expected at least 1, got {self.steps} and {self.stages}")
 
     def at(self, step: int) -> float:
+        if self.steps is None:
+            return max(self.density, min(self.start, 0.5 / (step + 1)))
         stage = min(step * self.stages // self.steps, self.stages)
         return float(self.start * (self.density / self.start) ** (stage / self.stages))
 
     def settles_at(self) -> float:
-        return self.at(self.steps)
+        return self.density
 
 
 Density = float | Schedule | Mapping[str, "float | Schedule"]

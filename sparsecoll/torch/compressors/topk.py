@@ -22,6 +22,11 @@ from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 
 
+def shorter(momentum: float) -> float:
+    """Return the momentum that takes the place of SGD's, since waiting in the residual acts like momentum, too."""
+    return max(0.0, 1 - 3 * (1 - momentum))
+
+
 @dataclass
 class TopKCompressor(ErrorFeedback):
     """Each rank sends about the k largest entries of residual + gradient (Stich, Cordonnier, Jaggi, NeurIPS 2018).
@@ -35,7 +40,8 @@ class TopKCompressor(ErrorFeedback):
     3.3; not with an algorithm that sends all values, such as "dense"). Without the correction, momentum acts on
     gradients only when they leave the residual, which is too late. Use an optimizer without momentum: parameters that
     are too small to be compressed get the same momentum and clipping. Parameters with sparse gradients (rows) are only
-    clipped; rank 0 warns if the optimizer does not apply a momentum to them either.
+    clipped; rank 0 warns if the optimizer does not apply a momentum to them either. With `momentum=None`, keep the
+    learning rate and the momentum of torch.optim.SGD: see `sparsecoll.torch.SparseSGD`.
 
     Volume: that of the algorithm (see docs/algorithms.md). Memory: the residual, and u with momentum.
 
@@ -50,7 +56,8 @@ class TopKCompressor(ErrorFeedback):
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients. Residuals keep the rounding error; rows that are sent without a residual lose it.
-        momentum: factor of the momentum correction, in [0, 1) (default: 0, none).
+        momentum: factor of the momentum correction, in [0, 1) (default: 0, none). None takes the place of the momentum
+            of SparseSGD, or of the torch.optim.SGD that DistributedOptimizer wraps: of m, it makes 1 - 3 (1 - m), or 0.
         nesterov: Nesterov momentum: u = momentum * (u + gradient), and u + gradient replaces the gradient (default:
             False).
         follow_lr: whether residuals are multiplied by the learning rate of the last step and divided by that of this
@@ -100,9 +107,9 @@ class TopKCompressor(ErrorFeedback):
                 )
             if not densities.by_layer:
                 replace(algorithm, selector=self.selector)  # raises if the algorithm selects by itself
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
-        if self.nesterov and not self.momentum:
+        if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov: expected False without momentum, got True")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: expected above 0, got {self.clip}")
@@ -119,7 +126,13 @@ class TopKCompressor(ErrorFeedback):
         self._clears = layout.device is CPU and self._reads_acc_once()
         if self._densities.by_layer:
             self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
-        if self.momentum:
+        if self.momentum is None and context.momenta is None:
+            raise ValueError(
+                "momentum: expected a number in a loop that does not know the optimizer's, got None: use momentum=0.7"
+                " and SGD without momentum at three times the learning rate, or DistributedOptimizer or SparseSGD"
+            )
+        self._velocity = None
+        if self.momentum != 0:
             self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices, flat=True))
         if self.follow_lr:
             self._rates = self.versions.add(Rates(layout.names, context.rates))
@@ -131,7 +144,7 @@ class TopKCompressor(ErrorFeedback):
 
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping that the optimizer and the loop leave to this."""
-        if not self.momentum and self.clip is None:
+        if self.momentum == 0 and self.clip is None:
             return super().for_small()
         own = {name: getattr(self, name) for name in ("momentum", "nesterov", "clip", "clip_by")}
         return TopKCompressor(1.0, "dense", **own)
@@ -142,7 +155,7 @@ class TopKCompressor(ErrorFeedback):
             "value_dtype": self.value_dtype,
             "follow_lr": self.follow_lr and self.row_density is not None,
             "clip": self.clip,
-            "momentum": self.momentum,
+            "momentum": self.momentum or 0.0,  # of None, the optimizer's own stays
         }
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
@@ -152,11 +165,30 @@ class TopKCompressor(ErrorFeedback):
                 gradient[:], source = source, None
             self._clip(gradient, self.clip / self.size**0.5)
         self.begin(gradient, source)
-        if self.momentum:
-            new_velocity = self._velocity.trial = self.versions.empty()
-            self.acc.momentum_later(Momentum(self._velocity.current, self.momentum, new_velocity, self.nesterov))
+        if self._velocity is not None:
+            self._velocity.trial = self.versions.empty()
+            self._add_momentum(self._velocity.current, self._velocity.trial)
         self._add_residual(scale)
         return self.acc
+
+    def _momenta(self) -> list[float]:
+        """Return the factors of the momentum in this step: one, or those of all parameters."""
+        if self.momentum is not None:
+            return [self.momentum]
+        assert self.context.momenta is not None
+        return [shorter(momentum) for momentum in self.context.momenta(self.layout.names)]
+
+    def _add_momentum(self, velocity: Array, new: Array) -> None:
+        """Add the velocity to the gradient in the pass that selects, or at once if the factors differ."""
+        factors, edges = self._momenta(), self.layout.offsets
+        if len(set(factors)) == 1:
+            self.acc.momentum_later(Momentum(velocity, factors[0], new, self.nesterov))
+            return
+        acc = self.acc.flush().values
+        for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
+            before = acc[a:b].copy() if self.nesterov else 0
+            new[a:b] = factor * (velocity[a:b] + before) + (acc[a:b] - before)
+            acc[a:b] = new[a:b] + before
 
     def _add_residual(self, scale: float) -> None:
         """Form acc in the pass that selects, or at once if learning rates have changed by different factors."""
@@ -265,7 +297,7 @@ class TopKCompressor(ErrorFeedback):
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
         """Clear u at the entries of `sent` that entered the sum; `contributed` may have other indices, too."""
-        if not self.momentum or self._algorithm.takes_dense:  # what is sent in every step waits for nothing
+        if self._velocity is None or self._algorithm.takes_dense:  # what is sent in every step waits for nothing
             return
         velocity = self._velocity.trial
         assert velocity is not None
@@ -278,7 +310,7 @@ class TopKCompressor(ErrorFeedback):
             velocity[(sent if all_of_it else sent.intersect(contributed)).indices] = 0
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        own = {"velocity": self.layout.by_name(self._velocity.base)} if self.momentum else {}
+        own = {} if self._velocity is None else {"velocity": self.layout.by_name(self._velocity.base)}
         rates = {"rate": self._rates.state()} if self.follow_lr else {}
         return super().state() | own | rates
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,14 @@ import torch
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.torch.compressors import Compressor, as_compressor
+from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compressor
+from sparsecoll.torch.optimizers.sgd_rules import (
+    check_momentum,
+    compressor_for,
+    restoring_groups,
+    tell,
+    without_momentum,
+)
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import LOCAL, STATE
@@ -129,21 +136,6 @@ class Wrapper(torch.optim.Optimizer):
         raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
 
 
-@contextlib.contextmanager
-def restoring_groups(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
-    """Context manager that yields the number of groups; if it raises, those that were added in it are removed.
-
-    All ranks raise then, and discard the buckets by `release`, which some may have done already.
-    """
-    count = len(groups)
-    try:
-        yield count
-    except Exception:
-        del groups[count:]
-        release()
-        raise
-
-
 class DistributedOptimizer(Wrapper):
     """Wraps an optimizer, which then uses the mean of all ranks' gradients. Gradients are sent compressed.
 
@@ -182,12 +174,13 @@ class DistributedOptimizer(Wrapper):
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm for `TopK(algo=...)`
-            (default: "topk", for any optimizer; with SGD, use "nesterovtopk", which has a momentum of its own, and set
-            that of SGD to 0).
+            (default: None, for "sgdtopk" with torch.optim.SGD, whose learning rate and momentum remain those of dense
+            training, see `SparseSGD`, and for "qsgd" with any other optimizer).
         bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model. Buckets
             are sent in the order in which they fill. If a parameter does not fit into a bucket that is less than 4 %
             full, it gets a bucket of its own, and the first bucket is filled with later parameters.
-        dense_below: number of values below which a parameter is not compressed (default: 1024).
+        dense_below: number of values below which a parameter is not compressed (default: None, for 0 with "sgdtopk"
+            and 1024 with other compressors).
         overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
         gradient_as_bucket_view: as in DistributedDataParallel: whether every `p.grad` is a view of its bucket's flat
             vector as soon as autograd has computed it (default: False). See "Memory".
@@ -224,10 +217,10 @@ class DistributedOptimizer(Wrapper):
         optimizer: torch.optim.Optimizer,
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
         comm: Any = None,
-        compressor: str | Compressor | Algorithm = "topk",
+        compressor: str | Compressor | Algorithm | None = None,
         *,
         bucket_bytes: int | None = 25 << 20,
-        dense_below: int = 1024,
+        dense_below: int | None = None,
         overlap: bool = True,
         gradient_as_bucket_view: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -239,9 +232,13 @@ class DistributedOptimizer(Wrapper):
         model = model_of(named_parameters)
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
-            options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout)
-            own = as_compressor(compressor)
+            own = compressor_for(optimizer) if compressor is None else as_compressor(compressor)
+            below = own.dense_below if dense_below is None else dense_below
+            options = Options(bucket_bytes, below, overlap, gradient_as_bucket_view, verify, timeout)
             refuse_wrapped(model, "named_parameters")
+            self._keeps_momentum = isinstance(own, TopKCompressor) and own.momentum is None
+            if self._keeps_momentum:
+                check_momentum(optimizer)
             return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
 
         params, own, options, self._scaling = collective(transport, "DistributedOptimizer", timeout, checked)
@@ -250,6 +247,8 @@ class DistributedOptimizer(Wrapper):
             self._engine.regroup(params)
         if own.keeps_gradient:
             warn_of_state(optimizer, transport)
+        if isinstance(own, TopKCompressor) and self._keeps_momentum and transport.rank == 0:
+            tell("DistributedOptimizer", self.param_groups, own)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -320,7 +319,8 @@ class DistributedOptimizer(Wrapper):
             RuntimeError: There is a closure, and a rank has left `join`, which takes no part in the mean of the losses.
         """
         if is_trial_step(self):
-            return self._engine.trial_step()
+            with self._without_momentum():
+                return self._engine.trial_step()
         if self._skips(closure):
             return None  # as a GradScaler does
 
@@ -344,9 +344,16 @@ class DistributedOptimizer(Wrapper):
             self._engine.before_step()
         return False
 
+    def _without_momentum(self) -> AbstractContextManager[None]:
+        """Context manager in which the wrapped optimizer leaves momentum to the compressor, if that has it."""
+        if not self._keeps_momentum or self._engine.closed:
+            return contextlib.nullcontext()
+        replica = self._engine.replica
+        return without_momentum(self.optimizer, replica.context.step + 1, replica.sparse_weights)
+
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         try:
-            with self._engine.stepping(evaluates=closure is not None):
+            with self._engine.stepping(evaluates=closure is not None), self._without_momentum():
                 result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         except Exception as error:
             if not getattr(error, "on_all_ranks", False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,18 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
-from sparsecoll.torch.optimizers.distributed import restoring_groups
-from sparsecoll.torch.optimizers.sgd_rules import Rule, Update, check_group, common, compressor_of, names_of, updates
+from sparsecoll.torch.optimizers.sgd_rules import (
+    RowUpdate,
+    Rule,
+    Update,
+    check_group,
+    common,
+    compressor_of,
+    names_of,
+    restoring_groups,
+    tell,
+    updates,
+)
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
@@ -24,7 +35,7 @@ from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.tensors.layout import takes_part
-from sparsecoll.torch.tensors.model import model_of
+from sparsecoll.torch.tensors.model import model_of, momenta_of
 from sparsecoll.torch.tensors.private import is_trial_step
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -33,18 +44,30 @@ logger = logging.getLogger(__name__)
 
 
 class SparseSGD(torch.optim.Optimizer):
-    """Drop-in for torch.optim.SGD in data-parallel training: Ok-Topk SGD (Li and Hoefler 2022, Algorithm 2).
+    """Drop-in for torch.optim.SGD in data-parallel training, with the same values of lr, momentum and weight_decay.
 
-        optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9, density=0.01)
+        optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    Each `step`, on every rank, with learning rate a, momentum m, velocity v and P ranks:
+    By default, each rank sends 1 % of the entries in 4 bits, and more in the first 50 steps (`compressors.sgdtopk`).
+    Momentum m acts on a gradient before it enters the residual, where waiting acts like momentum, too. So each `step`
+    s = 1, 2, ..., with learning rate a, P ranks, and m' = max(0, 1 - 3 (1 - m)), is
+
+        1. u = m' u + gradient;  acc = residual + u
+        2. sum, contributed = sparse allreduce of acc
+        3. residual = acc - contributed;  u = 0 where this rank sent an entry
+        4. w = w - b (sum / P + weight_decay / (1 - m') w),  b = a (1 - m') / (1 - m) * (1 - m^s) / (1 - m'^s)
+
+    so that a gradient moves w by a / (1 - m) in all, as in SGD, and the first steps are as long. `dampening` scales b,
+    and `nesterov` changes nothing. Parameters with sparse gradients take SGD's own steps.
+
+    With `algo`, it is Ok-Topk SGD (Li and Hoefler 2022, Algorithm 2), with velocity v:
 
         1. acc = residual + a * gradient                    (line 4; with momentum: residual + gradient)
         2. u, contributed = sparse allreduce of acc         (line 5)
         3. residual = acc - contributed                     (line 6)
         4. w = w - u / P                                    (line 7; with momentum: v = m v + u / P, w = w - a v)
 
-    Without momentum, gradients in the residual therefore keep the learning rate at which they were computed, as in the
+    Without momentum, gradients in that residual therefore keep the learning rate at which they were computed, as in the
     paper. With momentum they get that of the step in which they are applied, as do all gradients in torch's velocity.
     With density=1 or algo="dense" the steps are thus those of torch.optim.SGD on the mean gradient under every
     schedule, also one that passes through 0. Weight decay and momentum act on values that are the same on all ranks,
@@ -76,11 +99,11 @@ class SparseSGD(torch.optim.Optimizer):
         maximize: as in torch.optim.SGD (default: False).
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
-        algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied (default: "oktopk").
-        density: fraction of all parameters that each rank selects, in (0, 1], or a Schedule (default: 0.01). Ignored by
-            algo="dense", which sends all.
+        algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied; None, the default, as above.
+        density: fraction of all parameters that each rank selects, in (0, 1], or a Schedule (default: None, for 0.01,
+            and without `algo` for `WarmUp(0.01)`). Ignored by algo="dense", which sends all.
         k: number of entries that each rank selects, instead of `density`.
-        format: wire format, a name or a Format (default: "auto").
+        format: wire format, a name or a Format (default: "auto", which is 4 bits without `algo` and `value_dtype`).
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients.
         row_density: as in `sparsecoll.torch.compressors.TopKCompressor`: which rows of sparse gradients are sent
@@ -111,8 +134,8 @@ class SparseSGD(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         comm: Any = None,
-        algo: str | Algorithm = "oktopk",
-        density: float | Schedule = 0.01,
+        algo: str | Algorithm | None = None,
+        density: float | Schedule | None = None,
         k: int | None = None,
         format: str | Format = "auto",
         value_dtype: str | None = None,
@@ -143,11 +166,14 @@ class SparseSGD(torch.optim.Optimizer):
         self._compressor, options, self._scaling = collective(transport, "SparseSGD", timeout, build)
         with agreed(transport, timeout):
             self._replica = Replica(transport, known, options)
+            self._replica.context.momenta = partial(momenta_of, self, self._replica.params)
             self._replica.shared_options = lambda: common(self.param_groups)
             self._replica.changed = lambda: self._flat.differs(self.param_groups)
             self._flat = Accumulator(self._compressor, self._replica)
             self._model, self._built = known, True
             self._introduce()
+        if self._flat.keeps_momentum and transport.rank == 0:
+            tell("SparseSGD", self.param_groups, self._compressor)
 
     @property
     def traffic(self) -> Traffic:
@@ -229,7 +255,7 @@ class SparseSGD(torch.optim.Optimizer):
         sparse = self._replica.sparse_weights  # whose momentum is sparse, too
         for group in self.param_groups:
             for p in group["params"]:
-                if group["momentum"] and p.grad is not None and id(p) not in sparse:
+                if group["momentum"] and p.grad is not None and id(p) not in sparse and not self._flat.keeps_momentum:
                     self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
     def _reduced(self, scaling: Scaling | None = None) -> tuple[Round, Sums]:
@@ -284,7 +310,9 @@ class SparseSGD(torch.optim.Optimizer):
     def _apply(self, p: torch.Tensor, update: Update, group: dict[str, Any]) -> None:
         """Apply torch.optim.SGD's step on the mean gradient to one parameter."""
         rule = Rule.of(group, self._replica.transport.size)
-        update.step(p, self.state, rule if rule.momentum else rule.in_units_of_lr())
+        if self._flat.keeps_momentum and not isinstance(update, RowUpdate):
+            rule = rule.without_momentum(self._replica.context.step)
+        update.step(p, self.state, rule.in_units_of_lr() if self._flat.rated(group) else rule)
 
     # -- other ranks
 

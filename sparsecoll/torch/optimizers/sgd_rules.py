@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import logging
 import numbers
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,16 @@ from sparsecoll.formats import Format
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import SgdRule
 from sparsecoll.select import Vector
+from sparsecoll.torch.compressors import Compressor, as_compressor
+from sparsecoll.torch.compressors.presets import sgdtopk
 from sparsecoll.torch.compressors.schedule import Schedule
+from sparsecoll.torch.compressors.topk import TopKCompressor, shorter
 from sparsecoll.torch.reduction.accumulator import SparseSum
 from sparsecoll.torch.tensors.layout import CPU, CpuDevice, Layout, device_of, residual_dtype, rows_like
 from sparsecoll.torch.tensors.model import check_whole
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
+
+logger = logging.getLogger(__name__)
 
 NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
 FLAGS = ("nesterov", "maximize")
@@ -31,7 +38,16 @@ FLAGS = ("nesterov", "maximize")
 def compressor_of(
     algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None, row_density: Any
 ) -> SparseSum:
-    """Return the compressor for these arguments of SparseSGD."""
+    """Return the compressor for these arguments of SparseSGD: that of `sgdtopk` if `algo` is None."""
+    keeps: dict[str, Any] = {}
+    if algo is None and k is None and density == 1:
+        algo = "dense"
+    if algo is None:
+        preset = sgdtopk()
+        algo, keeps = preset.algo, {"momentum": None}
+        format = preset.format if format == "auto" and value_dtype is None else format
+        density = preset.density if density is None else density
+    density = 0.01 if density is None else density
     if k is None and isinstance(density, Mapping):
         raise TypeError("density: expected a number or a Schedule with SparseSGD, got a mapping")
     chosen: dict[str, Any] = {"density": density}
@@ -42,7 +58,7 @@ def compressor_of(
         chosen = {"density": float(density)} if k is None else {"k": int(k)}
     formats.as_format(format)
     common = {"format": format, "value_dtype": value_dtype, "row_density": row_density}
-    return SparseSum(algo=copy.deepcopy(as_algorithm(algo)), **common, **chosen)
+    return SparseSum(algo=copy.deepcopy(as_algorithm(algo)), **common, **chosen, **keeps)
 
 
 def _check_parameter(p: torch.Tensor, compressor: SparseSum) -> None:
@@ -61,6 +77,8 @@ def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
     for name in FLAGS:
         if not isinstance(group[name], bool):
             raise TypeError(f"{name}: expected True or False, got {group[name]!r}")
+    if compressor.momentum is None and not group["momentum"] < 1:
+        raise ValueError(f"momentum: expected below 1, got {group['momentum']}")
     if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError(
             f"nesterov: expected momentum > 0 and dampening 0, got {group['momentum']} and {group['dampening']}"
@@ -119,9 +137,91 @@ class Rule(SgdRule):
         share = (-1 if group["maximize"] else 1) / ranks
         return cls(lr, share, decay, momentum, 1 - dampening, bool(group["nesterov"]))
 
+    def without_momentum(self, steps: int) -> Rule:
+        """Return the options of a step on gradients that have had a shorter momentum before their compression.
+
+        The displacement by a gradient, lr / (1 - momentum) in all, and the weight decay in all are the same, and so is
+        the size of the first steps, in which a velocity still grows.
+
+        Args:
+            steps: number of steps up to and including this one.
+        """
+        inside = shorter(self.momentum)
+        rate = self.lr * self.damp * (1 - inside) / (1 - self.momentum)
+        rate *= (1 - self.momentum**steps) / (1 - inside**steps)
+        return Rule(rate, self.share, self.decay / (1 - inside), 0.0, 1.0, False)
+
     def in_units_of_lr(self) -> Rule:
         """Return the same options for a sum in units of the learning rate."""
         return self._replace(lr=1.0, decay=self.lr * self.decay)
+
+
+def compressor_for(optimizer: torch.optim.Optimizer) -> Compressor:
+    """Return the compressor of users who have chosen none."""
+    return as_compressor("sgdtopk" if isinstance(optimizer, torch.optim.SGD) else "qsgd")
+
+
+def check_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless an optimizer's momentum can be replaced by the compressor's."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        raise ValueError(
+            f"compressor: expected one with a momentum of its own, got momentum=None with {type(optimizer).__name__}:"
+            " use 'qsgd' with optimizers other than torch.optim.SGD"
+        )
+    for group in optimizer.param_groups:
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum: expected in [0, 1), got {group['momentum']}")
+
+
+@contextlib.contextmanager
+def restoring_groups(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
+    """Context manager that yields the number of groups; if it raises, those that were added in it are removed.
+
+    All ranks raise then, and discard the buckets by `release`, which some may have done already.
+    """
+    count = len(groups)
+    try:
+        yield count
+    except Exception:
+        del groups[count:]
+        release()
+        raise
+
+
+@contextlib.contextmanager
+def without_momentum(optimizer: torch.optim.Optimizer, steps: int, tables: Collection[int]) -> Iterator[None]:
+    """Context manager: an optimizer steps by `Rule.without_momentum`, except on the parameters `tables`, by id."""
+
+    def split(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        rule = Rule.of(group, 1).without_momentum(steps)
+        own = {"lr": rule.lr, "weight_decay": rule.decay, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
+        yield {**group, **own, "params": [p for p in group["params"] if id(p) not in tables]}
+        yield {**group, "params": [p for p in group["params"] if id(p) in tables]}
+
+    groups = optimizer.param_groups
+    optimizer.param_groups = [part for group in groups for part in split(group) if part["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: TopKCompressor) -> None:
+    """Say in one line what stands for the momentum of SGD."""
+    momentum = next((float(group["momentum"]) for group in groups if group["momentum"]), 0.0)
+    if momentum:
+        inside = shorter(momentum)
+        logger.warning(
+            "%s: momentum=%.3g before the compression, at %.3g times the learning rate, stands for SGD's momentum=%.3g,"
+            " since what waits to be sent acts like momentum, too. Each rank sends density=%s, algo=%r, format=%r",
+            who,
+            inside,
+            (1 - inside) / (1 - momentum),
+            momentum,
+            compressor.density,
+            as_algorithm(compressor.algo).name,
+            formats.as_format(compressor.format).name,
+        )
 
 
 class Update:

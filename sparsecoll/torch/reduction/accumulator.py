@@ -57,10 +57,13 @@ class SparseSum(TopKCompressor):
         return super().compress(acc)
 
     def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
-        """Return the sum of what all ranks have sent of acc, which holds the residual already. Collective."""
+        """Return the sum of what all ranks have sent of acc, which holds the residual, if momentum is 0. Collective."""
         with self.reducing(transport):
             with span("select", acc.size):
-                self.begin(acc)
+                if self.momentum is None:  # acc is the gradient
+                    self.compensate(acc)
+                else:
+                    self.begin(acc)
                 message = self.message(self.acc)
             reduced = self.communicate(transport, message)
             value = reduced.value
@@ -76,12 +79,14 @@ class Accumulator:
     Attributes:
         names: parameter -> its name, in the order of the groups.
         laid_out: names of the parameters that take part.
+        keeps_momentum: whether the compressor has the momentum of the groups.
     """
 
     def __init__(self, compressor: SparseSum, replica: Replica) -> None:
         self.names: dict[torch.Tensor, str] = {}
         self.laid_out: set[str] = set()
         self._replica, self._buckets = replica, Buckets(compressor, replica)
+        self.keeps_momentum = compressor.momentum is None
         self._rated: dict[str, bool] = {}  # whether a residual is in units of learning rate * gradient
 
     # -- layout
@@ -156,15 +161,15 @@ class Accumulator:
         for bucket, compressor in self._buckets:
             assert isinstance(compressor, SparseSum | RowSum)
             with bucket.layout.device.stream_context():
-                residual: Any = compressor.residual
+                residual: Any = None if compressor.momentum is None else compressor.residual
                 acc.append(bucket.accumulate(residual, weights))
         return acc
 
     def _weights(self, groups: Iterable[Group], scale: float) -> dict[str, tuple[float, float]]:
-        """Return (a, b) by parameter: acc = a * residual + b * gradient; b is the learning rate if momentum is 0."""
+        """Return (a, b) by parameter: acc = a * residual + b * gradient; b is the learning rate if it is `rated`."""
         weights = dict.fromkeys(self.names.values(), (1.0, 1.0))
         for group in groups:
-            lr, rated = float(group["lr"]), not group["momentum"]
+            lr, rated = float(group["lr"]), self.rated(group)
             for p in filter(self.names.__contains__, group["params"]):  # others come in after this sum
                 a, name = 1.0, self.names[p]
                 if self._rated.get(name, rated) != rated:  # momentum was switched on or off
@@ -172,11 +177,15 @@ class Accumulator:
                 weights[name] = a, (lr if rated else 1.0) / scale
         return weights
 
+    def rated(self, group: Group) -> bool:
+        """Return whether residuals of a group are in units of learning rate * gradient."""
+        return not (group["momentum"] or self.keeps_momentum)
+
     def commit(self, groups: Iterable[Group]) -> None:
         """Accept the step: what remains of acc becomes the residual."""
         self._buckets.accept()
         self._buckets.commit()
-        rated = {self.names[p]: not group["momentum"] for group in groups for p in group["params"]}
+        rated = {self.names[p]: self.rated(group) for group in groups for p in group["params"]}
         self._rated |= {name: rated[name] for name in self._buckets.index_of}
 
     # -- saved state

@@ -140,10 +140,16 @@ class Bucket:
         else:
             torch.mul(gradient.to(view.dtype), 1 / scale, out=view)
 
-    def accumulate(self, residual: Array, weights: Mapping[str, tuple[float, float]]) -> Array:
-        """Write a * residual + b * gradient to the gradient buffer, with (a, b) by parameter name; return its array."""
+    def accumulate(self, residual: Array | None, weights: Mapping[str, tuple[float, float]]) -> Array:
+        """Write a * residual + b * gradient to the gradient buffer, with (a, b) by parameter name; return its array.
+
+        Without a residual, write b * gradient.
+        """
         out = self.gradient_buffer()
-        views, kept = self.layout.split(out.tensor), self.layout.by_name(residual)
+        views = self.layout.split(out.tensor)
+        if residual is None:
+            out.tensor.zero_()
+        kept = views if residual is None else self.layout.by_name(residual)
         for name, p in self.params.items():
             gradient, acc, old, (a, b) = p.grad, views[name], kept[name], weights[name]
             if gradient is not None and gradient.shape != acc.shape:

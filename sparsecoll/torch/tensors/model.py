@@ -213,12 +213,13 @@ def check_whole(params: Iterable[torch.Tensor]) -> None:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the learning rates of an optimizer's groups, which must be the same on all ranks."""
-    rates = ((i, group.get("lr")) for i, group in enumerate(optimizer.param_groups))
+    """Return the learning rates and momenta of an optimizer's groups, which must be the same on all ranks."""
     return {
-        f"lr of param_groups[{i}]": float(rate)
-        for i, rate in rates
-        if isinstance(rate, (int, float)) or (torch.is_tensor(rate) and rate.is_cpu and rate.numel() == 1)
+        f"{name} of param_groups[{i}]": float(group[name])
+        for i, group in enumerate(optimizer.param_groups)
+        for name in ("lr", "momentum")
+        if isinstance(rate := group.get(name), (int, float))
+        or (torch.is_tensor(rate) and rate.is_cpu and rate.numel() == 1)
     }
 
 
