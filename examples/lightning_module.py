@@ -23,13 +23,13 @@ import sparsecoll.torch
 
 
 class SparseStrategy(DDPStrategy):
-    """DDP's processes and sharding without DistributedDataParallel: DistributedOptimizer reduces the gradients."""
+    """DDP's processes and sharding; DistributedOptimizer reduces the gradients."""
 
     def configure_ddp(self):
         """Do not wrap the model."""
 
     def block_backward_sync(self):
-        """Return a context for all but the last back-propagation of a step: accumulated gradients are sent once."""
+        """Return a context for all but the last back-propagation of a step."""
         return self.optimizers[0].no_sync()
 
 

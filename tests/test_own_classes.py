@@ -10,7 +10,7 @@ import pytest
 import sparsecoll
 from sparsecoll import CommunicationError, Reduction, RowGather, RowSparse, SparseVector, simulate, testing
 from sparsecoll.formats import FORMATS, CooFormat, Format
-from sparsecoll.select import Selector, TopK
+from sparsecoll.select import Selector, TopK, checked
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = "".join((DOCS / name).read_text() for name in ("architecture.md", "tutorial_methods.md"))
@@ -43,6 +43,34 @@ def test_classes_of_the_pages_keep_the_contract(name, check, monkeypatch):
     own = of_page(name)()
     FORMATS.pop("sign", None)
     check(own)
+
+
+class InNumPy(Selector):
+    name = "in_numpy"
+
+    def select(self, x, k):
+        values = x.to_dense()
+        magnitudes = np.abs(values).astype(np.float64)
+        chosen = magnitudes >= 12 * magnitudes.sum() / max(values.size, 1)
+        return checked(SparseVector.from_dense(np.where(chosen, values, 0)).topk(k))
+
+
+def test_a_selector_may_work_on_arrays():
+    testing.check_selector(dataclass(InNumPy)())
+
+
+@pytest.mark.parametrize("result", [None, SparseVector([0], [1.0], 4), (1, 2)], ids=repr)
+def test_an_algorithm_that_returns_no_reduction_is_told_so(result):
+    @dataclass
+    class Wrong(Own):
+        def __call__(self, channel, x, k):
+            return result
+
+    got = type(result).__name__
+    text = rf"algo: expected 'own' to return Reduction\(value, contributed\), got {got}"
+    for P in (1, 3):
+        with pytest.raises(TypeError, match=text):
+            simulate(P, lambda comm: sparsecoll.allreduce(comm, SparseVector([comm.rank], [1.0], 4), Wrong()))
 
 
 def gather(channel, x):

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import sparsecoll
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 RECIPE, SPACK = (ROOT / "packaging" / name for name in ("conda-forge/recipe.yaml", "spack/package.py"))
 BSD_LIKE = {
     "0BSD",
@@ -53,6 +54,18 @@ def test_the_versions_of_python_are_the_same_everywhere():
     assert f"python: {named}".replace("'", '"') in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("CITATION.cff", "^license: (.+)$"),
+        ("packaging/conda-forge/recipe.yaml", "^  license: (.+)$"),
+        ("packaging/spack/package.py", r'^    license\("(.+)"'),
+    ],
+)
+def test_the_licence_is_the_same_everywhere(path, pattern):
+    assert re.findall(pattern, (ROOT / path).read_text(), re.M) == [PROJECT["license"]]
+
+
 def lower_bounds(lines):
     """The oldest version of each package that requirements allow, by its name on PyPI."""
     found = {}
@@ -66,17 +79,39 @@ def lower_bounds(lines):
 
 def test_recipes_need_what_the_package_needs():
     extras = PROJECT["optional-dependencies"]
-    needed = lower_bounds(PROJECT["dependencies"])
     run, others = re.split(r"run_constraints:", RECIPE.read_text().partition("  run:\n")[2].partition("\ntests:")[0])
     conda = {kind: re.findall(r"^    - (\S+ .*)$", text, re.M) for kind, text in (("run", run), ("others", others))}
     assert [line.replace(" ", "") for line in conda["run"][1:]] == [re.sub(" ", "", d) for d in PROJECT["dependencies"]]
     with_extras = {"pytorch": lower_bounds(extras["torch"])["torch"], "mpi4py": lower_bounds(extras["mpi"])["mpi4py"]}
     assert lower_bounds(line.replace(" ", "") for line in conda["others"]) == with_extras
-    spack = dict(re.findall(r'depends_on\("py-([\w-]+)@([\d.]+):', SPACK.read_text()))
-    assert needed.items() <= spack.items()
-    assert all(
-        SpecifierSet(f"=={spack[name]}.*").contains(version) for name, version in with_extras.items() if name in spack
-    )
+    (script,) = PROJECT["scripts"].items()
+    assert f"      - {' = '.join(script)}\n" in RECIPE.read_text()
+    (build,) = PYPROJECT["build-system"]["requires"]
+    assert f"    - {build.replace('>=', ' >=')}\n" in RECIPE.read_text()
+
+
+def test_the_recipe_of_spack_needs_what_the_package_needs():
+    extras = PROJECT["optional-dependencies"]
+    always = [*PYPROJECT["build-system"]["requires"], *PROJECT["dependencies"]]
+    wanted = {
+        (requirement.name, variant): requirement.specifier
+        for variant, lines in {"": always, **{name: extras[name] for name in ("mpi", "torch", "plot")}}.items()
+        for requirement in map(Requirement, lines)
+    }
+    found = {
+        (name, variant): (least, most)
+        for name, least, most, variant in re.findall(
+            r'depends_on\("py-([\w-]+?)(?:@([\d.]+):([\d.]*))?"(?:, when="\+(\w+)")?', SPACK.read_text()
+        )
+    }
+    assert found.keys() == wanted.keys()
+    for key, (least, most) in found.items():
+        bounds = {s.operator: Version(s.version) for s in wanted[key]}
+        assert bounds.get(">=") == (Version(least) if least else None), key
+        assert ("<" in bounds) == bool(most), key
+        if most:  # Spack's end holds all versions that begin with it
+            assert wanted[key].contains(f"{most}.999") and Version(most).minor + 1 == bounds["<"].minor, key
+    assert set(re.findall(r'variant\("(\w+)"', SPACK.read_text())) == {variant for _, variant in found} - {""}
 
 
 def requirements(names):

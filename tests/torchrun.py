@@ -4,6 +4,7 @@ torchrun --nproc-per-node 3 --no-python python -m pytest -p no:pytest_mpi tests/
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,11 @@ class GroupComm(DeviceMesh):
         return GroupComm(groups[color])
 
     def Free(self):
+        """Destroy the group, once gloo's threads have dropped the tensors of its last call, which takes the GIL.
+
+        The destructor of a group waits for these threads with the GIL held.
+        """
+        time.sleep(0.2)
         dist.destroy_process_group(self.group)
 
 

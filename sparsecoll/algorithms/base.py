@@ -88,6 +88,9 @@ class Reduction(Generic[V]):
 def reduced(algorithm: Algorithm, channel: Channel, x: Any, k: int) -> Reduction:
     """Return the algorithm's Reduction of x; of bool, the entries of x at the result's indices have contributed."""
     reduction = algorithm(channel, x, k)
+    if not isinstance(reduction, Reduction):
+        got = type(reduction).__name__
+        raise TypeError(f"algo: expected {algorithm.name!r} to return Reduction(value, contributed), got {got}")
     if x.dtype.kind == "b":  # from the logical or of several ranks, that of one cannot be taken away
         reduction._contributed = lambda: x.to_sparse().intersect(reduction.value.to_sparse())
     return reduction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import platform
@@ -12,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,15 @@ from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.kernels import CHOICES, host_kernels, threads
 from sparsecoll.transport import LocalTransport, as_transport, launcher, simulate
 from sparsecoll.transport.all_ranks import node_members
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import SparseVector
 
 GOOD, WORSE, BAD = "good", "could be better", "broken"
+MISSING = "is not installed"
 ORDER = (BAD, WORSE, GOOD)  # in which findings are shown
-OPTIONAL = {
+PACKAGES = {
+    "numpy": "",
+    "numba": "",
     "mpi4py": "mpirun",
     "torch": "torchrun, sparsecoll.torch",
     "cupy": "GPU arrays",
@@ -67,7 +71,8 @@ def joined_or_alone() -> Iterator[tuple[Any, list[Finding]]]:
         trouble: list[Finding] = []
         try:
             comm = stack.enter_context(joined())
-            as_transport(comm)
+            with CollectiveCall(as_transport(comm), "doctor") as call:
+                call.agree(entries=0)
         except Exception as error:
             comm, trouble = LocalTransport(), [_failed("joining the ranks", error)]
         yield comm, trouble
@@ -100,19 +105,31 @@ def _failed(subject: str, error: Exception) -> Finding:
 def _versions() -> Iterator[Finding]:
     yield Finding("sparsecoll", f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
-    for name, need in (("numpy", ""), ("numba", "kernels are slow without it")):
-        try:
-            yield Finding(name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            yield Finding(name, "not installed", BAD, f"pip install {name}: {need}")
-    for name, use in OPTIONAL.items():
-        present = importlib.util.find_spec(name) is not None
-        yield Finding(name, "installed" if present else f"not installed (optional, for {use})")
+    for name, use in PACKAGES.items():
+        lacking = _lacking(name)
+        if not lacking:
+            yield Finding(name, getattr(sys.modules[name], "__version__", "installed"))
+        elif lacking == MISSING and use:
+            yield Finding(name, f"not installed (optional, for {use})")
+        else:
+            yield Finding(name, lacking, BAD, f"mend or reinstall {name}; it is for {use or 'kernels and arrays'}")
+
+
+@functools.cache
+def _lacking(name: str) -> str:
+    """Return why a package cannot be used; empty if it can."""
+    if importlib.util.find_spec(name) is None:
+        return MISSING
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # whatever is broken
+        return telling_line(f"cannot be imported: {type(error).__name__}: {error}")
+    return ""
 
 
 def _mpi() -> Iterator[Finding]:
-    if importlib.util.find_spec("mpi4py") is None:
-        yield Finding("MPI", "not available, mpi4py is not installed")
+    if lacking := _lacking("mpi4py"):
+        yield Finding("MPI", f"not available, mpi4py {lacking}")
         return
     if under_torchrun():
         yield Finding("MPI", "not used: torchrun has started the ranks")
@@ -133,11 +150,12 @@ def _mpi() -> Iterator[Finding]:
 
 def _sockets() -> Iterator[Finding]:
     """Report whether ranks that torchrun starts can be connected by sockets."""
-    if importlib.util.find_spec("torch") is not None:
+    lacking = _lacking("torch")
+    if not lacking:
         yield Finding("sockets", "for the ranks of torchrun and other process groups of torch.distributed")
         return
-    if importlib.util.find_spec("mpi4py") is not None:
-        yield Finding("sockets", "not available, torch is not installed")
+    if not _lacking("mpi4py"):
+        yield Finding("sockets", f"not available, torch {lacking}")
         return
     advice = "pip install torch, to start jobs with torchrun, or mpi4py and an MPI, for mpirun"
     yield Finding("sockets", "not available, and neither is MPI: there is only one rank", BAD, advice)
@@ -162,7 +180,7 @@ def _ranks(comm: Any) -> Iterator[Finding]:
         missing = [name for name in TORCHRUN if name not in os.environ]
         lacking = f"{', '.join(missing)} in the environment" if missing else "torch that can be imported"
         advice = f"the ranks cannot meet without {lacking}: start them with torchrun"
-    elif importlib.util.find_spec("mpi4py") is None:
+    elif _lacking("mpi4py"):
         advice = f"each of the {processes} processes is a separate job: pip install mpi4py"
     else:
         advice = (
@@ -211,7 +229,7 @@ def _kernel_threads(comm: Any) -> Iterator[Finding]:
 
 
 def _gpu(comm: Any) -> Iterator[Finding]:
-    if importlib.util.find_spec("cupy") is None:
+    if _lacking("cupy"):
         return
     try:
         from sparsecoll.kernels.gpu.device import names
@@ -297,9 +315,9 @@ def _launchers() -> Iterator[tuple[str, list[str], str]]:
     """Yield, for each transport, its name, the command that starts two ranks, and what to look at if that fails."""
     own = Path(sys.executable).parent / "mpirun"
     mpirun = str(own) if own.exists() else shutil.which("mpirun")
-    if mpirun is not None and importlib.util.find_spec("mpi4py") is not None:
+    if mpirun is not None and not _lacking("mpi4py"):
         yield "MPI", [mpirun, "-n", "2", sys.executable], f"is {mpirun} that of the MPI that mpi4py loads?"
-    if importlib.util.find_spec("torch") is not None:
+    if not _lacking("torch"):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
         where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         yield "sockets", [*torchrun, *where, sys.executable], "does torchrun start any other program on this machine?"

@@ -53,9 +53,10 @@ class Stateful:
 class Selector(Stateful, ABC):
     """A method of choosing about k entries of a vector: derive a dataclass of its options, and define `select`.
 
-    State is in fields with init=False, as plain Python values. A selector only calls methods of vectors (`topk`,
+    State is in fields with init=False, as plain Python values. A selector calls methods of vectors (`topk`,
     `threshold`, `sample`, `magnitude_stats`, `take`), so that `Residual.take` can add the gradient, select and clear in
-    one pass over memory.
+    one pass over memory. One in NumPy works on `values = x.to_dense()`, which it must not change, and returns
+    `checked(SparseVector.from_dense(np.where(chosen, values, 0)))`.
     """
 
     name: ClassVar[str]

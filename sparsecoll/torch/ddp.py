@@ -337,7 +337,6 @@ def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:
         alive._steps.commit_or_rollback()
 
 
-@agreeing("_replica.agreed")
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communication hook for DistributedDataParallel: `model.register_comm_hook(state, comm_hook)`.
 
@@ -351,7 +350,20 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 
     Returns:
         Future of the mean of the bucket over the ranks.
+
+    Raises:
+        TypeError: `state` is no HookState.
     """
+    if not isinstance(state, HookState):
+        raise TypeError(
+            f"state: expected a HookState, got {state!r}:"
+            " model.register_comm_hook(HookState(None, 'qsgd', model), comm_hook)"
+        )
+    return _reduced(state, bucket)
+
+
+@agreeing("_replica.agreed")
+def _reduced(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     where = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)
     device = device_of(bucket.buffer())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import launching
 import pytest
 
 from sparsecoll import Network, simulate
@@ -106,6 +107,20 @@ def test_doctor_survives_a_wrong_variable(name, value, tmp_path):
     assert {"sparsecoll", "MPI", "ranks"} <= {row["subject"] for row in found}
 
 
+@pytest.mark.parametrize("launcher", [launching.mpirun, launching.torchrun])
+def test_doctor_survives_a_wrong_variable_on_one_rank_of_a_job(launcher, tmp_path):
+    program = "import os; os.environ['SPARSECOLL_ON_TIMEOUT'] = 'abrt' * (os.environ[{!r}] == '1')"
+    program = program.format("RANK" if launcher is launching.torchrun else RANK_OF_MPI)
+    (tmp_path / "doctor.py").write_text(f"{program}\nfrom sparsecoll.cli.main import main\nmain(['doctor', *{JSON}])\n")
+    done = launching.run(*launcher(2), tmp_path / "doctor.py", cwd=tmp_path, variables={"PYTHONPATH": str(ROOT)})
+    assert done.returncode and "Traceback" not in done.stdout, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["findings"]
+    assert any("SPARSECOLL_ON_TIMEOUT: expected one of raise, abort" in row["found"] for row in found)
+    assert {"sparsecoll", "MPI", "ranks", "kernels"} <= {row["subject"] for row in found}
+
+
+JSON = ["--json", "found.json"]
+RANK_OF_MPI = "OMPI_COMM_WORLD_RANK" if launching.OPEN_MPI else "PMI_RANK"
 BROKEN = {
     "torch": ("raise ImportError('libtorch_cpu.so: cannot open')", {}),
     "mpi4py": ("raise ImportError('no libmpi.so')", {}),
@@ -130,11 +145,11 @@ def test_doctor_survives_a_package_that_cannot_be_imported(name, tmp_path):
     command = [sys.executable, "-m", "sparsecoll", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert "Traceback" not in done.stdout + done.stderr
-    assert (
-        "could be better" in done.stdout
-        if name == "numba"
-        else re.search("(?m)^broken .*cannot|no libmpi", done.stdout)
-    )
+    if module:
+        assert re.search("(?m)^broken .*cannot load MPI library", done.stdout)
+    else:
+        why = re.escape(text.split("'")[1])
+        assert re.search(f"(?m)^broken +{package}: cannot be imported: ImportError: {why}$", done.stdout), done.stdout
 
 
 def test_doctor_shows_rows_as_they_come(monkeypatch, capsys):

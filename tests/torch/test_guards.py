@@ -10,7 +10,15 @@ from tables import backward, table
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecoll import CommunicationError, simulate
-from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, WarmUp, broadcast, init_process_group
+from sparsecoll.torch import (
+    DistributedOptimizer,
+    HookState,
+    LocalOptimizer,
+    WarmUp,
+    broadcast,
+    comm_hook,
+    init_process_group,
+)
 from sparsecoll.torch.compressors import TopKCompressor, nesterovtopk
 from sparsecoll.transport import default_comm, launcher
 
@@ -174,6 +182,12 @@ def test_a_launcher_that_mpi_does_not_know_is_refused(monkeypatch, given):
     if MPI is not None:
         model = net()
         DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, MPI.COMM_SELF).close()
+
+
+@pytest.mark.parametrize("state", [None, "qsgd", HookState])
+def test_the_ddp_hook_says_which_state_it_needs(state):
+    with pytest.raises(TypeError, match=r"state: expected a HookState, got .*register_comm_hook\(HookState\("):
+        comm_hook(state, None)
 
 
 MIXED = """
