@@ -110,7 +110,7 @@ class HookState(Copied):
         self._reduced = 0  # buckets of this back-propagation; DDP numbers all of a static graph's first one 0
         self._steps = Steps(self._buckets, self._replica, lambda: self._params, "the HookState")
         self._steps.follow_optimizers(own, warns=self.transport.rank == 0)
-        self._watched: set[str] = set()  # parameters with a hook that looks at their gradients
+        self._watched: set[str] = set()  # parameters with a hook on their gradients
         self._task = -1  # back-propagation in which it was called last
 
     def _check_group(self) -> None:

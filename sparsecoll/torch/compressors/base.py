@@ -40,7 +40,7 @@ class StepContext:
         step: number of steps taken before this one.
         rates: returns the learning rates of named parameters in this step; None in loops that do not know them.
         momenta: returns the optimizer's momenta of named parameters; None in loops that do not know them.
-        warned: whether rank 0 has told that the compressor's momentum is not that of rows.
+        warned: whether rank 0 has warned that the compressor's momentum is not that of rows.
     """
 
     step: int = 0
@@ -58,7 +58,7 @@ class Compressor(ABC):
     `versions`, so that a reduction or a step that fails leaves it as it was.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # a preset sets that of the object
     communicates: ClassVar[bool] = True  # whether gradients are averaged at all
     passes_nonfinite: ClassVar[bool] = False  # whether means are NaN or infinite where a gradient is, without an error
     needs_all_buckets: ClassVar[bool] = False  # whether `bind` depends on the lengths of the buckets after this one
@@ -66,7 +66,6 @@ class Compressor(ABC):
     takes_source: ClassVar[bool] = False  # whether `compensate` has the argument `source`
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
-    given_name = ""  # by which the user asked for it, if that is the name of a preset
 
     @property
     def unscales(self) -> bool:
@@ -215,20 +214,20 @@ class Compressor(ABC):
         transport: Transport,
         message: Vector,
         algorithm: Algorithm = DENSE,
-        alike: Mapping[str, Any] = NOTHING,
+        compared: Mapping[str, Any] = NOTHING,
         **options: Any,
     ) -> Reduction:
-        """Allreduce what was selected; ranks compare what is `alike`, too."""
+        """Allreduce what was selected; ranks compare the values of `compared`, too."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
         # dense sums pass NaN on, as plain data parallelism does; others have been checked
         given = CallOptions(timeout=self.timeout, nonfinite="pass", **options)
-        return allreduce_vectors(transport, message, algorithm, given, True, alike, deferred=True)
+        return allreduce_vectors(transport, message, algorithm, given, True, compared, deferred=True)
 
-    def gather(self, transport: Transport, message: Array, alike: Mapping[str, Any] = NOTHING) -> list[Array]:
-        """Return all ranks' messages of bytes, in rank order; ranks compare what is `alike`, too."""
+    def gather(self, transport: Transport, message: Array, compared: Mapping[str, Any] = NOTHING) -> list[Array]:
+        """Return all ranks' messages of bytes, in rank order; ranks compare the values of `compared`, too."""
         with CollectiveCall(transport, "compressor", self.timeout) as call:
-            call.signature |= {**alike, "compressor": self.describe(), "length": self.layout.length}
+            call.signature |= {**compared, "compressor": self.describe(), "length": self.layout.length}
             call.agree()
             with transport.phase("gather"):
                 blocks = allgatherv(transport, message)

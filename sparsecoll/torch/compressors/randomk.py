@@ -55,7 +55,7 @@ class RandomKCompressor(ErrorFeedback):
         return self._selector.select(acc, self._k)
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:
-        return self.reduce(transport, DenseVector(message.values), alike={ENTRIES: self._k})
+        return self.reduce(transport, DenseVector(message.values), compared={ENTRIES: self._k})
 
     def update(self, out: Array, message: SparseVector, reduced: Reduction) -> None:
         self.contributed(message)

@@ -236,7 +236,7 @@ class TopKCompressor(ErrorFeedback):
         return {ENTRIES: ", ".join(map(str, self._counts)) if self._densities.by_layer else self._k}
 
     def communicate(self, transport: Transport, message: Vector) -> Reduction:
-        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "alike": self.compared}
+        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "compared": self.compared}
         return self.reduce(
             transport, message, self._algorithm, format=self.format, value_dtype=self.value_dtype, **options
         )

@@ -181,6 +181,7 @@ class SparseSGD(torch.optim.Optimizer):
             self._replica.introduce(new, signature)
             begin()
             self._flat.rename(names)
+        self._flat.take_over()
 
     # -- a step
 

@@ -43,7 +43,7 @@ class Buckets:
         self._parked: Tensors = {}  # tensors of parameters that are in no bucket
         self.pending = False
         self._base: Tensors = {}  # as of the last step, of buckets that were released after such a reduction
-        self._warned = False  # whether it was told that residuals are lost
+        self._warned = False  # whether rank 0 has warned that residuals are lost
         self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
 
     def __len__(self) -> int:

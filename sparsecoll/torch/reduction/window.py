@@ -13,6 +13,7 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, renamed_state
 from sparsecoll.torch.replica.calls import Options
 from sparsecoll.torch.replica.guards import fingerprint
@@ -25,7 +26,7 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future
 
 
-class Window:
+class Window(Owner):
     """The parameters of an optimizer, their values at the last mean, and their changes since.
 
     Args:
@@ -37,6 +38,8 @@ class Window:
         members: tells which parameters were added and removed.
         steps: taken on this rank since the last mean.
     """
+
+    replaces = False  # the optimizer that LocalOptimizer wraps may be a DistributedOptimizer
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class Window:
             outer[1]["params"] = [self._shared[n] for n in dict.fromkeys([*order, *self._shared])]
             for name, p in added.items():
                 p.copy_(shared[name])
+        take_over(self, others_of(self, added), added)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -96,7 +96,7 @@ def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> No
             "%s with %s: gradients that have added up in the residual are sent as one large value, which %s divides by"
             " its own size, so that the model learns little. Use QSGD(4) or 'fp16', LocalOptimizer, which compresses"
             " the updates of %s, or torch.optim.SGD with momentum= in the compressor",
-            compressor.given_name or compressor.name,
+            compressor.name,
             name,
             name,
             name,
@@ -121,7 +121,7 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
         logger.warning(
             "%s has a momentum of %s, and %s one of %s: gradients get both, as if the learning rate were %.2g times as"
             " large. Use %s=0 in %s, or momentum=0 in the compressor",
-            compressor.given_name or compressor.name,
+            compressor.name,
             own,
             whose,
             others[0],

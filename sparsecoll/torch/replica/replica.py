@@ -31,7 +31,7 @@ from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
-CURE = "(change the model and the optimizer on all ranks alike, between the same steps)"  # if ranks have other changes
+CURE = "(change the model and the optimizer on all ranks, between the same steps)"  # if ranks have other changes
 
 
 class Members:

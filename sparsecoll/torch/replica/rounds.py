@@ -121,7 +121,7 @@ class Row:
             counts = allgather(transport, np.array([steps if self._here else LEAST]))[:, 0].tolist()
             raise CommunicationError(
                 f"steps: expected every rank to take or skip the same ones, got {_counted(counts)}: decide on"
-                " all ranks alike whether to skip a step, by the mean gradients or by a value summed over the ranks"
+                " all ranks whether to skip a step, by the mean gradients or by a value summed over the ranks"
             )
         marks = np.unpackbits(row[head.nbytes + 1 :], count=self._bits.size).astype(bool)
         used, rows, dense, trainable, modules = np.split(marks, np.arange(1, 5) * len(names))

@@ -66,8 +66,8 @@ class Buffers:
         self._marked = _buffers_by_module(model)
         self._versions = [_versions(own) for own in self._marked]
         self._copies = [_copies(own) for own in self._marked]
-        self._told: list[bool] = [False] * len(self._marked)  # those whose versions told of the last change
-        self._differ = self._told  # those that had changed at all
+        self._raised: list[bool] = [False] * len(self._marked)  # those whose versions had been raised
+        self._differ = self._raised  # those that had changed at all
         self.replaced = False
 
     @property
@@ -79,13 +79,13 @@ class Buffers:
         """Let `changed` report changes from now on."""
         modules = _buffers_by_module(self._model)
         if self.replaced or len(modules) != len(self._marked):
-            self._told, self._differ = [False] * len(modules), [True] * len(modules)
+            self._raised, self._differ = [False] * len(modules), [True] * len(modules)
             self._copies, self._versions = [{} for _ in modules], [[] for _ in modules]
         for i, own in enumerate(modules):
             if self._differ[i] or _versions(own) != self._versions[i]:  # which a broadcast has raised
-                self._copies[i] = {} if self._told[i] else _copies(own)
+                self._copies[i] = {} if self._raised[i] else _copies(own)
         self._marked, self._versions = modules, [_versions(own) for own in modules]
-        self._told = self._differ = [False] * len(modules)
+        self._raised = self._differ = [False] * len(modules)
         self.replaced = False
 
     def changed(self) -> list[bool]:
@@ -98,13 +98,14 @@ class Buffers:
         self.replaced = [*map(_forms, modules)] != [*map(_forms, self._marked)]
         if self.replaced:
             return [True] * len(self._marked)
-        told, differ = [], []
+        raised, differ = [], []
         for now, then, versions, copies in zip(modules, self._marked, self._versions, self._copies, strict=True):
-            told.append(any(b is not then[name] for name, b in now.items()) or _versions(now) != versions)
+            raised.append(any(b is not then[name] for name, b in now.items()) or _versions(now) != versions)
             differ.append(
-                told[-1] or any(name not in copies or not _equal(b, copies[name]) for name, b in _compared(now).items())
+                raised[-1]
+                or any(name not in copies or not _equal(b, copies[name]) for name, b in _compared(now).items())
             )
-        self._told, self._differ = told, differ
+        self._raised, self._differ = raised, differ
         return differ
 
     def of(self, modules: Iterable[bool]) -> list[torch.Tensor]:
