@@ -14,9 +14,9 @@ from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.base import built_in
-from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.compressors.schedule import ENTRIES, Densities, Density, as_row_density
-from sparsecoll.torch.compressors.versions import Rates, Versioned
+from sparsecoll.torch.compressors.base import Compressor, Densities, ErrorFeedback, StepContext, write_mean
+from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_row_density
+from sparsecoll.torch.compressors.versions import Versioned
 from sparsecoll.torch.tensors.layout import CPU, Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
@@ -121,8 +121,6 @@ class TopKCompressor(ErrorFeedback):
             self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
         if self.momentum:
             self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices, flat=True))
-        if self.follow_lr:
-            self._rates = self.versions.add(Rates(layout.names, context.rates))
 
     def _reads_acc_once(self) -> bool:
         """Return whether only the selecting pass reads acc; a user's selector may read it again."""
@@ -279,8 +277,7 @@ class TopKCompressor(ErrorFeedback):
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         own = {"velocity": self.layout.by_name(self._velocity.base)} if self.momentum else {}
-        rates = {"rate": self._rates.state()} if self.follow_lr else {}
-        return super().state() | own | rates
+        return super().state() | own
 
     def extra_state(self) -> dict[str, Any]:
         layers = [selector.state_dict() for selector in self._selectors] if self._densities.by_layer else []

@@ -20,8 +20,8 @@ from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard, reduce_sca
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.steps import State, Steps
+from sparsecoll.torch.replica.calls import Row
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.rounds import Row
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.torch.tensors.private import at_end_of_backward, queue_callback
 from sparsecoll.transport import Transport

@@ -21,8 +21,8 @@ from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.rows import RowSum
 from sparsecoll.torch.reduction.state import STATE, renamed, renamed_state
+from sparsecoll.torch.replica.calls import Round
 from sparsecoll.torch.replica.replica import Replica, changes
-from sparsecoll.torch.replica.rounds import Round
 from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.transport import Transport

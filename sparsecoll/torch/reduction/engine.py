@@ -26,11 +26,10 @@ from sparsecoll.torch.reduction.hooks import (
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import STATE, renamed_state
 from sparsecoll.torch.reduction.steps import State
-from sparsecoll.torch.replica.calls import Options, agreeing, mean_of_loss
-from sparsecoll.torch.replica.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
+from sparsecoll.torch.replica.calls import NOTHING, Options, agreeing, mean_of_loss
+from sparsecoll.torch.replica.guards import refuse_ddp, warn_of_adam, warn_of_momentum
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
-from sparsecoll.torch.replica.rounds import NOTHING
-from sparsecoll.torch.tensors.model import Named, momenta_of, options_of, rates_of
+from sparsecoll.torch.tensors.model import Named, Watch, momenta_of, options_of, rates_of
 from sparsecoll.torch.tensors.private import at_end_of_backward
 from sparsecoll.transport import Transport
 
@@ -69,7 +68,7 @@ class Engine(Owner):
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._scaling, self._reducer = scaling, Reducer(self.replica, compressor, scaling)
         self.seconds = self._reducer.seconds
-        self._hooks = Hooks(self)
+        self._hooks = Hooks(self, self._reducer.means.accumulating)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
         if transport.rank == 0:
             warn_of_adam(optimizer, compressor)
@@ -183,10 +182,6 @@ class Engine(Owner):
             self._synchronizing = before
 
     # -- back-propagation
-
-    def accumulating(self, name: str) -> None:
-        """Back-propagation has found a gradient of a parameter, before it is added (on the thread that does so)."""
-        self._reducer.accumulating(name)
 
     @agreeing("_reducer.failing")
     def accumulated(self, name: str) -> None:

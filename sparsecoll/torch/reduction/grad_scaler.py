@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.tensors.private import check_overflow, scale_device, scaler_state
 
 
@@ -53,10 +52,6 @@ class Scaling:
     def begin(self) -> None:
         """Get the scale of the gradients of a new reduction."""
         self.scale = 1.0 if self.scaler is None or self.unscaled else float(self.scaler.get_scale())
-
-    def of(self, compressor: Compressor) -> float:
-        """Return what gradients are divided by before they are clipped or added to a residual, which is unscaled."""
-        return self.scale if compressor.unscales else 1.0
 
     @property
     def _state(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.replica.calls import agreed, collective
-from sparsecoll.torch.replica.guards import Seen
-from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.model import Named, Seen
 from sparsecoll.torch.tensors.private import hooks_after, version
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -54,7 +53,7 @@ class Means:
         self._seen = {}
 
     def accumulating(self, name: str) -> None:
-        """Autograd is about to add to a gradient."""
+        """Autograd may be about to add to a gradient; `torch.autograd.grad` does not."""
         (self._whole.discard if self.is_replaced(name) else self._whole.add)(name)
 
     def accumulated(self, name: str) -> None:
@@ -119,9 +118,9 @@ def owner_of(p: torch.Tensor) -> Owner | None:
 class Hooks:
     """The hooks of one engine, the owner of its parameters."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, accumulating: Callable[[str], None]) -> None:
         self._owner = weakref.ref(owner)
-        self._before, self._after = (weakref.WeakMethod(m) for m in (owner.accumulating, owner.accumulated))
+        self._before, self._after = (weakref.WeakMethod(m) for m in (accumulating, owner.accumulated))
         self._handles: dict[str, tuple[torch.Tensor, tuple[Any, Any]]] = {}
 
     def attach(self, params: Named) -> None:

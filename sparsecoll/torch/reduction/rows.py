@@ -19,9 +19,9 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import Compressor, StepContext
-from sparsecoll.torch.compressors.base import ErrorFeedback, overflowed
-from sparsecoll.torch.compressors.schedule import Densities, Density, as_row_density
-from sparsecoll.torch.compressors.versions import ALL, Rates, Versioned, Versions
+from sparsecoll.torch.compressors.base import Densities, ErrorFeedback, overflowed
+from sparsecoll.torch.compressors.schedule import Density, as_row_density
+from sparsecoll.torch.compressors.versions import ALL, Versioned, Versions
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.replica.guards import warn_of_momentum_of_rows
 from sparsecoll.torch.tensors.layout import CPU, Layout, has_rows, rows_like
@@ -162,8 +162,6 @@ class RowSum(ErrorFeedback):
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
         self._densities = None if self.density is None else Densities.of(self.density)
-        if self.follow_lr:
-            self._rates = self.versions.add(Rates(layout.names, context.rates))
         self._acc: Any = None  # in a reduction that leaves a part of it
         self._compared: dict[str, int] = {}  # values that ranks compare in a call
         if self.momentum and transport.rank == 0:

@@ -15,10 +15,9 @@ from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, renamed_state
-from sparsecoll.torch.replica.calls import Options
+from sparsecoll.torch.replica.calls import MEMBERS, Options, Round
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.replica.replica import Members, Replica, barrier, changes, check_added
-from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, rates_of
 from sparsecoll.transport import Transport

@@ -15,9 +15,8 @@ import torch
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import Options, agreed, collective
+from sparsecoll.torch.replica.calls import JOINED, MEMBERS, REPLACED, SUSPECT, Options, Round, Row, agreed, collective
 from sparsecoll.torch.replica.guards import refuse_renormalized, warn_if_equal
-from sparsecoll.torch.replica.rounds import JOINED, MEMBERS, REPLACED, SUSPECT, Round, Row
 from sparsecoll.torch.tensors.layout import device_of, residual_dtype
 from sparsecoll.torch.tensors.model import (
     Buffers,

@@ -1,16 +1,20 @@
-"""The parameters and buffers of a model by name, and which of them can be trained on several ranks."""
+"""The parameters and buffers of a model by name, those that ranks can train, and gradients and buffers that change."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from sparsecoll.torch.tensors.private import has_buffers, is_flat, version
 
 Named = dict[str, torch.Tensor]
+logger = logging.getLogger(__name__)
 
 COMPARED_BYTES = 16 << 20  # of a buffer of which a copy is kept, to notice what version counters do not tell
 
@@ -237,3 +241,69 @@ def momenta_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[
         for p in group["params"]
     }
     return [momenta.get(id(params[name]), 0.0) for name in names]
+
+
+# -- gradients that change
+
+
+class Seen(NamedTuple):
+    """The gradient of a parameter as it was at some moment: the tensor, and how often it had been changed in place."""
+
+    gradient: torch.Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, p: torch.Tensor) -> Seen:
+        """Return the gradient of a parameter as it is now."""
+        return cls(p.grad, -1 if p.grad is None else version(p.grad))
+
+    def has_changed(self, p: torch.Tensor) -> bool:
+        """Return whether the gradient is another tensor now, or was changed in place."""
+        return p.grad is not self.gradient or (p.grad is not None and version(p.grad) != self.version)
+
+
+class Watch:
+    """Notices gradients that have changed between the end of back-propagation and their reduction, and warns once.
+
+    Args:
+        who: whose gradients are local to each rank until then.
+        cure: what clips the mean, for the warning.
+    """
+
+    def __init__(self, who: str, cure: str) -> None:
+        self._who, self._cure = who, cure
+        self._seen: dict[int, Seen] = {}
+        self._handles: dict[int, Any] = {}
+        self._warned = False
+
+    def over(self, params: Iterable[torch.Tensor]) -> None:
+        """Watch the gradients of these parameters as well."""
+        for p in params:
+            if not self._warned and p.requires_grad and id(p) not in self._handles:
+                hook = partial(_record, weakref.ref(self))
+                self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def record(self, p: torch.Tensor) -> None:
+        """Back-propagation has completed a gradient."""
+        if not self._warned:
+            self._seen[id(p)] = Seen.of(p)
+
+    def check(self, params: Iterable[torch.Tensor]) -> None:
+        """Warn, before the reduction, if gradients have changed since back-propagation."""
+        seen, self._seen = self._seen, {}
+        if any(p.grad is not None and id(p) in seen and seen[id(p)].has_changed(p) for p in params):
+            self._warned = True
+            for handle in self._handles.values():
+                handle.remove()
+            logger.warning(
+                "gradients were changed between backward() and step(), as clipping does: with %s that acts on each"
+                " rank's own gradients before they are averaged, not on their mean as on one process. %s",
+                self._who,
+                self._cure,
+            )
+
+
+def _record(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
+    alive = watch()
+    if alive is not None and p.grad is not None:
+        alive.record(p)
