@@ -268,7 +268,7 @@ class ErrorFeedback(Compressor):
         return self.acc.flush()
 
     def begin(self, acc: Array, source: Array | None = None) -> None:
-        """Take memory for acc, which begins as what is in it or in `source`; what stays is the trial residual."""
+        """Take memory for acc, which begins as its content or `source`; the rest becomes the trial residual."""
         self.acc, self._residual.trial = LazyAccumulator(acc, source), acc
 
     @property

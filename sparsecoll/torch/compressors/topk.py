@@ -204,7 +204,7 @@ class TopKCompressor(ErrorFeedback):
             chosen = self._algorithm.select(acc, self._k, self.size)
         finally:
             self.acc.clear_selected = False
-        # what is selected in the call, perhaps by another rank alone, might leave a NaN behind
+        # entries selected in the call, perhaps by another rank alone, might leave a NaN behind
         return self._whole() if chosen is acc else chosen
 
     def _whole(self) -> DenseVector:
@@ -263,7 +263,7 @@ class TopKCompressor(ErrorFeedback):
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
         """Clear u at the entries of `sent` that entered the sum; `contributed` may have other indices, too."""
-        if not self.momentum or self._algorithm.takes_dense:  # what is sent in every step waits for nothing
+        if not self.momentum or self._algorithm.takes_dense:  # all values are sent in every step
             return
         velocity = self._velocity.trial
         assert velocity is not None

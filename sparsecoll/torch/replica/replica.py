@@ -271,7 +271,7 @@ class Replica:
             dicts: become what they were, without buckets, if a rank raises.
 
         Yields:
-            What is to be called before the first change.
+            A function to be called before the first change.
         """
         copies: list[dict[Any, Any]] = []
 
