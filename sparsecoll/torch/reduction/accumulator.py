@@ -83,6 +83,7 @@ class Accumulator(Owner):
         self.names: dict[torch.Tensor, str] = {}
         self.laid_out: set[str] = set()
         self._replica, self._buckets = replica, Buckets(compressor, replica)
+        self._others: dict[str, Owner] = {}  # of these parameters, until `take_over`
         self._rated: dict[str, bool] = {}  # whether a residual is in units of learning rate * gradient
 
     # -- layout
@@ -106,6 +107,7 @@ class Accumulator(Owner):
         self.names = names
         params.clear()
         params.update({name: p for p, name in names.items()})
+        self._others = others_of(self, params)
 
     def all_or_none(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """See `Replica.all_or_none`."""
@@ -113,8 +115,8 @@ class Accumulator(Owner):
 
     def take_over(self) -> None:
         """Let no DistributedOptimizer reduce these parameters any more."""
-        params = self._replica.params
-        take_over(self, others_of(self, params), params)
+        others, self._others = self._others, {}
+        take_over(self, others, self._replica.params)
 
     def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
         """A DistributedOptimizer steps a parameter; another SparseSGD may, which needs no hook."""

@@ -88,7 +88,7 @@ class Window(Owner):
         changing = vars(self), vars(self._buckets), self._params, self._shared, *outer
         with self.replica.all_or_none(self.release, *changing) as begin:
             added = self.members.added(self.members.named() if params is None else params)
-            stay = self.members.kept()
+            stay, others = self.members.kept(), others_of(self, added)
             shared = {name: p.detach().clone() for name, p in added.items()}
             signature = changes(added if self._params else (), self._params.keys() - stay.keys())
             self.replica.introduce(shared, signature, lambda: check_added(added, stay))
@@ -106,7 +106,7 @@ class Window(Owner):
             outer[1]["params"] = [self._shared[n] for n in dict.fromkeys([*order, *self._shared])]
             for name, p in added.items():
                 p.copy_(shared[name])
-        take_over(self, others_of(self, added), added)
+        take_over(self, others, added)
 
     @torch.inference_mode(False)
     @torch.no_grad()
