@@ -22,9 +22,8 @@ from sparsecoll.torch.reduction.grad_scaler import enabled
 from sparsecoll.torch.reduction.rows import RowBucket, nan_rows
 from sparsecoll.torch.reduction.state import UNNAMED, Copied
 from sparsecoll.torch.reduction.steps import State, Steps
-from sparsecoll.torch.replica.calls import Options, agreed, agreeing, communicator
+from sparsecoll.torch.replica.calls import JOINED, Options, Row, agreed, agreeing, communicator
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.rounds import JOINED, Row
 from sparsecoll.torch.tensors.layout import Layout, device_of, residual_dtype
 from sparsecoll.torch.tensors.model import named
 from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
@@ -110,7 +109,7 @@ class HookState(Copied):
         self._reduced = 0  # buckets of this back-propagation; DDP numbers all of a static graph's first one 0
         self._steps = Steps(self._buckets, self._replica, lambda: self._params, "the HookState")
         self._steps.follow_optimizers(own, warns=self.transport.rank == 0)
-        self._watched: set[str] = set()  # parameters with a hook that looks at their gradients
+        self._watched: set[str] = set()  # parameters with a hook on their gradients
         self._task = -1  # back-propagation in which it was called last
 
     def _check_group(self) -> None:

@@ -213,3 +213,17 @@ def test_an_algorithm_is_top_k_over_it():
     algorithm = sparsecoll.OkTopk(tau=5)
     compressor = as_compressor(algorithm)
     assert compressor.describe() == TopKCompressor(algo=algorithm).describe() and compressor.algo is not algorithm
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_every_compressor_and_preset_goes_by_its_own_name(name):
+    """In errors, in the comparison of ranks and in saved state."""
+    compressor = as_compressor(name)
+    assert compressor.describe().partition("(")[0] == compressor.signature()["compressor"] == name
+
+    def program(comm):
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, compressor)
+        return optimizer.state_dict()["sparsecoll"]["compressor"]
+
+    assert {text.partition("(")[0] for text in simulate(2, program).results} == {name}

@@ -209,7 +209,7 @@ def test_changes_that_differ_between_ranks_raise_on_all_with_the_cure(way, how):
 
     results = simulate(2, program).results
     assert len(set(results)) == 1
-    cure = "parameters removed (change the model and the optimizer on all ranks alike, between the same steps)"
+    cure = "parameters removed (change the model and the optimizer on all ranks, between the same steps)"
     own = "change of parameters, to be made on all ranks between the same steps"  # in the name of the call
     assert (own if way == "LocalOptimizer" else cure) in results[0][0]
 

@@ -178,12 +178,12 @@ def test_scaler_state():
     assert [float(mark) for mark in state["found_inf_per_device"].values()] == [1.0]
 
 
-def test_look_for_overflow():
+def test_check_overflow():
     scaler, optimizer = scaled(1.0)
     scaler.unscale_(optimizer)
     (group,) = optimizer.param_groups
     group["params"][0].grad.fill_(float("nan"))
-    private.look_for_overflow(scaler, optimizer)
+    private.check_overflow(scaler, optimizer)
     marks = private.scaler_state(scaler, id(optimizer))["found_inf_per_device"]
     assert [float(mark) for mark in marks.values()] == [1.0]
 

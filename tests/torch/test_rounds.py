@@ -5,7 +5,7 @@ import torch
 
 import sparsecoll
 from sparsecoll import CommunicationError, simulate
-from sparsecoll.torch.replica.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Row
+from sparsecoll.torch.replica.calls import CHANGED, JOINED, NOTHING, SUSPECT, Row
 from sparsecoll.transport.call import CollectiveCall
 
 RANKS = [1, 2, 3, 5, 6, 7, 12]

@@ -7,7 +7,7 @@ import torch
 from nets import P, batch, bits, close, compared, loss_of, mean_loss, net, parameters, train
 
 from sparsecoll import CommunicationError, simulate
-from sparsecoll.torch import SparseSGD
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
 
 
 @pytest.mark.parametrize(("hit", "unscale"), [((), False), ((1,), False), ((1,), True), (range(P), False)], ids=str)
@@ -158,3 +158,70 @@ def test_missing_batches_count_as_zero_in_join(algo):
     assert len({b for _, b in results}) == 1
     for first, _ in results:
         close(first, parameters(plain))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("other", ["SparseSGD", "LocalOptimizer"])
+def test_a_part_of_a_model_that_another_optimizer_steps_is_reduced_by_that_one_alone(other, order):
+    """DistributedOptimizer is given the whole model, and steps the rest: as if it had been given the rest alone."""
+
+    def run(comm, whole):
+        model = net()
+        part, rest = model[:2], model[2:]
+
+        def make_other():
+            if other == "SparseSGD":
+                return SparseSGD(part.parameters(), 0.1, comm=comm, density=0.2)
+            return LocalOptimizer(torch.optim.SGD(part.parameters(), 0.1), part, comm, every=3)
+
+        def make_whole():
+            named = model if whole else [(name, p) for name, p in model.named_parameters() if int(name[0]) > 1]
+            return DistributedOptimizer(torch.optim.SGD(rest.parameters(), 0.1), named, comm, "none")
+
+        makers = [make_other, make_whole] if order == "before" else [make_whole, make_other]
+        optimizers = [make() for make in makers]
+        for step in range(7):
+            model.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            local = [p.grad.clone() for p in part.parameters()]
+            for optimizer in optimizers:
+                optimizer.step()
+        if other == "LocalOptimizer":
+            optimizers[order == "after"].synchronize()
+        return bits(model), local[0].sum().item()
+
+    results = simulate(P, lambda comm: (run(comm, True), run(comm, False))).results
+    assert len({text for pair in results for text, _ in pair}) == 1
+    assert len({value for (_, value), _ in results}) == P  # gradients of the part stay local
+
+
+def test_a_parameter_that_distributed_optimizer_steps_from_now_on_is_refused_by_sparse_sgd():
+    def program(comm):
+        model = net()
+        first = SparseSGD(model.parameters(), 0.1, comm=comm)
+        second = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        with pytest.raises(RuntimeError, match="let only one optimizer update it"):
+            first.step()
+        second.step()
+        third = SparseSGD(model.parameters(), 0.1, comm=comm)
+        loss_of(model, batch(comm.rank, 1)).backward()
+        third.step()
+        with pytest.raises(RuntimeError, match="let only one optimizer update it"):
+            second.step()
+        return bits(model)
+
+    assert len(set(simulate(P, program).results)) == 1
+
+
+def test_two_sparse_sgds_may_step_the_same_parameters_in_turn():
+    def run(make, ranks, comm):
+        model = net()
+        optimizers = [make(model.parameters(), lr) for lr in (0.1, 0.2)]
+        for step in range(4):
+            model.zero_grad()
+            (sum(loss_of(model, batch(rank, step)) for rank in ranks) / len(ranks)).backward()
+            optimizers[step % 2].step()
+        return parameters(model)
+
+    compared(run, algo="dense")

@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import record, span
-from sparsecoll.torch.compressors.schedule import without_addresses
+from sparsecoll.torch.compressors.schedule import Density, Schedule, check_density, without_addresses
 from sparsecoll.torch.compressors.versions import Rates, Versioned, Versions
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.torch.tensors.private import profiled
@@ -30,6 +31,7 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import DenseVector, SparseVector
 
 DENSE = Dense()
+RARE = 0.1  # the density below which an entry waits for more than ten steps on average
 
 
 @dataclass
@@ -40,7 +42,7 @@ class StepContext:
         step: number of steps taken before this one.
         rates: returns the learning rates of named parameters in this step; None in loops that do not know them.
         momenta: returns the optimizer's momenta of named parameters; None in loops that do not know them.
-        warned: whether rank 0 has told that the compressor's momentum is not that of rows.
+        warned: whether rank 0 has warned that the compressor's momentum is not that of rows.
     """
 
     step: int = 0
@@ -58,7 +60,7 @@ class Compressor(ABC):
     `versions`, so that a reduction or a step that fails leaves it as it was.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # a preset sets that of the object
     communicates: ClassVar[bool] = True  # whether gradients are averaged at all
     passes_nonfinite: ClassVar[bool] = False  # whether means are NaN or infinite where a gradient is, without an error
     needs_all_buckets: ClassVar[bool] = False  # whether `bind` depends on the lengths of the buckets after this one
@@ -67,7 +69,6 @@ class Compressor(ABC):
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
     dense_below = 1024  # number of values below which a parameter is not compressed, unless the user gives another
-    given_name = ""  # by which the user asked for it, if that is the name of a preset
 
     @property
     def unscales(self) -> bool:
@@ -216,20 +217,20 @@ class Compressor(ABC):
         transport: Transport,
         message: Vector,
         algorithm: Algorithm = DENSE,
-        alike: Mapping[str, Any] = NOTHING,
+        compared: Mapping[str, Any] = NOTHING,
         **options: Any,
     ) -> Reduction:
-        """Allreduce what was selected; ranks compare what is `alike`, too."""
+        """Allreduce what was selected; ranks compare the values of `compared`, too."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
         # dense sums pass NaN on, as plain data parallelism does; others have been checked
         given = CallOptions(timeout=self.timeout, nonfinite="pass", **options)
-        return allreduce_vectors(transport, message, algorithm, given, True, alike, deferred=True)
+        return allreduce_vectors(transport, message, algorithm, given, True, compared, deferred=True)
 
-    def gather(self, transport: Transport, message: Array, alike: Mapping[str, Any] = NOTHING) -> list[Array]:
-        """Return all ranks' messages of bytes, in rank order; ranks compare what is `alike`, too."""
+    def gather(self, transport: Transport, message: Array, compared: Mapping[str, Any] = NOTHING) -> list[Array]:
+        """Return all ranks' messages of bytes, in rank order; ranks compare the values of `compared`, too."""
         with CollectiveCall(transport, "compressor", self.timeout) as call:
-            call.signature |= {**alike, "compressor": self.describe(), "length": self.layout.length}
+            call.signature |= {**compared, "compressor": self.describe(), "length": self.layout.length}
             call.agree()
             with transport.phase("gather"):
                 blocks = allgatherv(transport, message)
@@ -246,11 +247,13 @@ class ErrorFeedback(Compressor):
 
     takes_source = True
     keeps_gradient = True
+    follow_lr = False  # whether residuals follow the learning rate
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
         self._residual = self.versions.add(self._first_residual())
-        self._rates = Rates((), lambda _: [])  # of no parameter, unless residuals follow the learning rate
+        self._rates = Rates(layout.names, context.rates) if self.follow_lr else Rates((), lambda _: [])
+        self.versions.add(self._rates)
 
     def _first_residual(self) -> Versioned:
         layout = self.layout
@@ -266,7 +269,7 @@ class ErrorFeedback(Compressor):
         return self.acc.flush()
 
     def begin(self, acc: Array, source: Array | None = None) -> None:
-        """Take memory for acc, which begins as what is in it or in `source`; what stays is the trial residual."""
+        """Take memory for acc, which begins as its content or `source`; the rest becomes the trial residual."""
         self.acc, self._residual.trial = LazyAccumulator(acc, source), acc
 
     @property
@@ -299,7 +302,8 @@ class ErrorFeedback(Compressor):
             np.subtract(acc.values, sent.values, out=acc.values)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}
+        residual = {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}
+        return residual | ({"rate": self._rates.state()} if self.follow_lr else {})
 
 
 class Shown:
@@ -324,3 +328,54 @@ def write_mean(out: Array, value: Vector, size: int) -> None:
         np.divide(value.values, size, out=out, casting="same_kind")
         return
     DenseVector(out).copy_entries(value, size)
+
+
+@dataclass(frozen=True)
+class Densities:
+    """A parsed `density` argument: one for everything, or for each layer that of the first matching pattern.
+
+    Args:
+        rules: pairs of a pattern of parameter names, as in fnmatch (None stands for whole buckets), and a density.
+    """
+
+    rules: tuple[tuple[str | None, float | Schedule], ...]
+
+    @classmethod
+    def of(cls, density: Density) -> Densities:
+        """Parse a fraction in (0, 1], a Schedule, or a mapping from patterns of parameter names to either."""
+        if isinstance(density, Mapping):
+            if not density:
+                raise ValueError("density: expected at least one pattern, got none")
+            return cls(tuple((name, _density(value)) for name, value in density.items()))
+        return cls(((None, _density(density)),))
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether densities are given by layer."""
+        return self.rules[0][0] is not None
+
+    @property
+    def rare(self) -> bool:
+        """Whether entries of all layers wait for many steps in the end, as far as is known."""
+        ends = []
+        for _, given in self.rules:
+            end = given.settles_at() if isinstance(given, Schedule) else given
+            ends.append(end is None or check_density(end, given, "settles_at()") < RARE)
+        return all(ends)
+
+    def k(self, length: int, step: int, name: str | None = None) -> int:
+        """Return the number of entries to select in a step, at least one.
+
+        Args:
+            length: number of values in the bucket or layer.
+            name: name of the layer; None for a bucket.
+        """
+        for pattern, given in self.rules:
+            if pattern is None or (name is not None and fnmatchcase(name, pattern)):
+                density = check_density(given.at(step), given, f"at({step})") if isinstance(given, Schedule) else given
+                return min(length, max(1, round(density * length)))
+        raise ValueError(f"density: expected a pattern for every layer, got none for {name!r} (add '*')")
+
+
+def _density(density: float | Schedule) -> float | Schedule:
+    return density if isinstance(density, Schedule) else check_density(density)

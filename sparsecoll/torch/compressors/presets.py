@@ -142,5 +142,5 @@ def mstopk(density: Density = 0.01, **options: Any) -> TopKCompressor:
 
 def _named(name: str, density: Density, defaults: dict[str, Any], options: dict[str, Any]) -> TopKCompressor:
     made = TopKCompressor(density, **{**defaults, **options})
-    made.given_name = name
+    made.name = name  # type: ignore[misc]
     return made

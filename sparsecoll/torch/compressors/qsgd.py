@@ -101,5 +101,5 @@ def efsignsgd(bucket: int = 512) -> QSGD:
         ValueError: `bucket` is out of range.
     """
     made = QSGD(1, bucket, feedback=True)
-    made.given_name = "efsignsgd"
+    made.name = "efsignsgd"  # type: ignore[misc]
     return made

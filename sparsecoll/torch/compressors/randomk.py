@@ -8,8 +8,8 @@ from typing import Any
 from sparsecoll import select
 from sparsecoll.algorithms import Reduction
 from sparsecoll.select import Vector
-from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.compressors.schedule import ENTRIES, Densities, Density
+from sparsecoll.torch.compressors.base import Densities, ErrorFeedback, StepContext, write_mean
+from sparsecoll.torch.compressors.schedule import ENTRIES, Density
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
@@ -55,7 +55,7 @@ class RandomKCompressor(ErrorFeedback):
         return self._selector.select(acc, self._k)
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:
-        return self.reduce(transport, DenseVector(message.values), alike={ENTRIES: self._k})
+        return self.reduce(transport, DenseVector(message.values), compared={ENTRIES: self._k})
 
     def update(self, out: Array, message: SparseVector, reduced: Reduction) -> None:
         self.contributed(message)

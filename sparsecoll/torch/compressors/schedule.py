@@ -8,10 +8,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 ENTRIES = "entries by density, which may depend on the step alone"  # what errors call k if ranks have another one
-RARE = 0.1  # the density below which an entry waits for more than ten steps on average
 
 
 class Schedule(ABC):
@@ -51,7 +49,7 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9A-Fa-f]+", "", text)
 
 
-def _check(density: float, schedule: Schedule | None = None, method: str = "") -> float:
+def check_density(density: float, schedule: float | Schedule | None = None, method: str = "") -> float:
     """Return a density, of the named method of a schedule if there is one.
 
     Raises:
@@ -81,7 +79,7 @@ class Constant(Schedule):
     density: float
 
     def __post_init__(self) -> None:
-        _check(self.density)
+        check_density(self.density)
 
     def at(self, step: int) -> float:
         return self.density
@@ -120,8 +118,8 @@ class WarmUp(Schedule):
     stages: int = 4
 
     def __post_init__(self) -> None:
-        _check(self.density)
-        _check(self.start)
+        check_density(self.density)
+        check_density(self.start)
         if (self.steps is not None and self.steps < 1) or self.stages < 1:
             raise ValueError(f"steps, stages: expected at least 1, got {self.steps} and {self.stages}")
 
@@ -138,50 +136,6 @@ class WarmUp(Schedule):
 Density = float | Schedule | Mapping[str, "float | Schedule"]
 
 
-@dataclass(frozen=True)
-class Densities:
-    """A parsed `density` argument: one schedule for everything, or for each layer that of the first matching pattern.
-
-    Args:
-        rules: pairs of a pattern of parameter names (as in fnmatch; None stands for whole buckets) and a schedule.
-    """
-
-    rules: tuple[tuple[str | None, Schedule], ...]
-
-    @classmethod
-    def of(cls, density: Density) -> Densities:
-        """Parse a fraction in (0, 1], a Schedule, or a mapping from patterns of parameter names to either."""
-        if isinstance(density, Mapping):
-            if not density:
-                raise ValueError("density: expected at least one pattern, got none")
-            return cls(tuple((name, _schedule(value)) for name, value in density.items()))
-        return cls(((None, _schedule(density)),))
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether densities are given by layer."""
-        return self.rules[0][0] is not None
-
-    @property
-    def rare(self) -> bool:
-        """Whether entries of all layers wait for many steps in the end, as far as is known."""
-        ends = [(schedule.settles_at(), schedule) for _, schedule in self.rules]
-        return all(end is None or _check(end, schedule, "settles_at()") < RARE for end, schedule in ends)
-
-    def k(self, length: int, step: int, name: str | None = None) -> int:
-        """Return the number of entries to select in a step, at least one.
-
-        Args:
-            length: number of values in the bucket or layer.
-            name: name of the layer; None for a bucket.
-        """
-        for pattern, schedule in self.rules:
-            if pattern is None or (name is not None and fnmatchcase(name, pattern)):
-                density = _check(schedule.at(step), schedule, f"at({step})")
-                return min(length, max(1, round(density * length)))
-        raise ValueError(f"density: expected a pattern for every layer, got none for {name!r} (add '*')")
-
-
 @contextlib.contextmanager
 def as_row_density() -> Iterator[None]:
     """Context manager: errors name the argument `row_density`."""
@@ -189,7 +143,3 @@ def as_row_density() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"row_{error}") from None
-
-
-def _schedule(density: float | Schedule) -> Schedule:
-    return density if isinstance(density, Schedule) else Constant(density)

@@ -14,9 +14,9 @@ from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.base import built_in
-from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.compressors.schedule import ENTRIES, Densities, Density, as_row_density
-from sparsecoll.torch.compressors.versions import Rates, Versioned
+from sparsecoll.torch.compressors.base import Compressor, Densities, ErrorFeedback, StepContext, write_mean
+from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_row_density
+from sparsecoll.torch.compressors.versions import Versioned
 from sparsecoll.torch.tensors.layout import CPU, Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
@@ -134,8 +134,6 @@ class TopKCompressor(ErrorFeedback):
         self._velocity = None
         if self.momentum != 0:
             self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices, flat=True))
-        if self.follow_lr:
-            self._rates = self.versions.add(Rates(layout.names, context.rates))
 
     def _reads_acc_once(self) -> bool:
         """Return whether only the selecting pass reads acc; a user's selector may read it again."""
@@ -238,7 +236,7 @@ class TopKCompressor(ErrorFeedback):
             chosen = self._algorithm.select(acc, self._k, self.size)
         finally:
             self.acc.clear_selected = False
-        # what is selected in the call, perhaps by another rank alone, might leave a NaN behind
+        # entries selected in the call, perhaps by another rank alone, might leave a NaN behind
         return self._whole() if chosen is acc else chosen
 
     def _whole(self) -> DenseVector:
@@ -268,7 +266,7 @@ class TopKCompressor(ErrorFeedback):
         return {ENTRIES: ", ".join(map(str, self._counts)) if self._densities.by_layer else self._k}
 
     def communicate(self, transport: Transport, message: Vector) -> Reduction:
-        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "alike": self.compared}
+        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "compared": self.compared}
         return self.reduce(
             transport, message, self._algorithm, format=self.format, value_dtype=self.value_dtype, **options
         )
@@ -297,7 +295,7 @@ class TopKCompressor(ErrorFeedback):
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
         """Clear u at the entries of `sent` that entered the sum; `contributed` may have other indices, too."""
-        if self._velocity is None or self._algorithm.takes_dense:  # what is sent in every step waits for nothing
+        if self._velocity is None or self._algorithm.takes_dense:  # all values are sent in every step
             return
         velocity = self._velocity.trial
         assert velocity is not None
@@ -311,8 +309,7 @@ class TopKCompressor(ErrorFeedback):
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         own = {} if self._velocity is None else {"velocity": self.layout.by_name(self._velocity.base)}
-        rates = {"rate": self._rates.state()} if self.follow_lr else {}
-        return super().state() | own | rates
+        return super().state() | own
 
     def extra_state(self) -> dict[str, Any]:
         layers = [selector.state_dict() for selector in self._selectors] if self._densities.by_layer else []

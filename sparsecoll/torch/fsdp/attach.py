@@ -121,7 +121,7 @@ def _checked(compressor: str | Compressor | Algorithm, has_replicas: bool) -> Co
 
 
 def _replicas(replicas: Any, groups: list[Group], node: Transport, timeout: float | None) -> Transport:
-    """Return the transport of the ranks with the same shard; what is wrong on one rank is raised on its node."""
+    """Return the transport of the ranks with the same shard; an error on one rank is raised on its node."""
 
     def connect() -> Transport:
         if not is_group(replicas):
@@ -198,7 +198,7 @@ class Scattered(Compressor):
         transport: Transport,
         message: Vector,
         algorithm: Any = None,
-        alike: Mapping[str, Any] = NOTHING,
+        compared: Mapping[str, Any] = NOTHING,
         **options: Any,
     ) -> Reduction:
         """Reduce-scatter what was selected."""
@@ -206,7 +206,7 @@ class Scattered(Compressor):
             self.check_finite(message)
         options.pop("k", None)
         return reduce_scatter_vectors(
-            transport, message, CallOptions(timeout=self.timeout, nonfinite="pass", **options), alike
+            transport, message, CallOptions(timeout=self.timeout, nonfinite="pass", **options), compared
         )
 
 
@@ -250,7 +250,9 @@ def scattered(compressor: Compressor) -> Compressor:
         )
     if isinstance(compressor, TopKCompressor):
         _check_topk(compressor)
-    return kind(**{f.name: getattr(compressor, f.name) for f in fields(compressor) if f.init})
+    made = kind(**{f.name: getattr(compressor, f.name) for f in fields(compressor) if f.init})
+    made.name = compressor.name  # type: ignore[misc]
+    return made
 
 
 def _check_topk(topk: TopKCompressor) -> None:

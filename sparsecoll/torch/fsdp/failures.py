@@ -77,9 +77,9 @@ class Failures:
 
         Args:
             name, last: see `all_told`.
-            wait: waits for what is under way.
-            finish: called with what has failed, which all ranks know by then; returns what is to be raised. What it
-                raises itself is not raised, if the same again succeeds.
+            wait: waits for the jobs under way.
+            finish: called with the exception of any rank, or None; returns the exception to be raised. Its own
+                exceptions are not raised if a second call succeeds.
         """
         with self.recording():
             wait()
@@ -108,8 +108,8 @@ class Failures:
     def all_told(self, name: str, last: Callable[[Transport], Any] = barrier) -> Exception | None:
         """Return what has failed on some rank of all nodes, and forget it. All ranks make these calls together.
 
-        What fails on one rank fails on all ranks that have the same shard, so that every node has one of them. These do
-        what is `last` if nothing has failed.
+        What fails on one rank fails on all ranks that have the same shard, so that every node has one of them. These
+        call `last` if nothing has failed.
         """
         with self.recording():
             self.call(self._transport, name, lambda _: last(self._transport), "agree")

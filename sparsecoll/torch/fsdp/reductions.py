@@ -20,8 +20,8 @@ from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard, reduce_sca
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.steps import State, Steps
+from sparsecoll.torch.replica.calls import Row
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.rounds import Row
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.torch.tensors.private import at_end_of_backward, queue_callback
 from sparsecoll.transport import Transport
@@ -43,7 +43,7 @@ class ShardedReductions:
         replica: this rank's shards, and the ranks that reduce them: those with the same shards, or if there are no
             replicas, all.
         node: transport of the ranks over which parameters are sharded.
-        compressor: what is bound to each group.
+        compressor: of which a copy is bound to each group.
         checkpoint: converts the state.
         grad_scaler: torch.amp.GradScaler of the loop, or None.
 
@@ -241,7 +241,7 @@ class ShardedReductions:
         Row(self._replica.context.step, 0, {}).exchange(ranks)
 
     def _accept_or_drop(self, error: Exception | None) -> Exception | None:
-        """Accept the reductions of a back-propagation, or drop them; return what is to be raised."""
+        """Accept the reductions of a back-propagation, or drop them; return the exception to be raised."""
         if error is None:
             self._over()
             self._steps.accept(self._trained())

@@ -336,7 +336,8 @@ class DistributedOptimizer(Wrapper):
     @agreeing("_engine.replica.agreed")
     def _skips(self, closure: Any) -> bool:
         """Make gradients the means, unless a closure does; return whether the GradScaler skips this step."""
-        if not self._engine.closed and self._scaling.check(self):
+        has_scaler = self._scaling.scaler is not None or "found_inf" in vars(self)
+        if has_scaler and not self._engine.closed and self._scaling.check(self):
             self._engine.ensure_means()
             if self._scaling.overflows(self):
                 return True

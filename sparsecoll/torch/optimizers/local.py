@@ -17,9 +17,8 @@ from sparsecoll.torch.optimizers.distributed import Wrapper, of_optimizer
 from sparsecoll.torch.reduction.grad_scaler import forget, is_called_by_scaler
 from sparsecoll.torch.reduction.window import Window, is_finite
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import Options, collective, communicator
+from sparsecoll.torch.replica.calls import JOINED, Options, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
-from sparsecoll.torch.replica.rounds import JOINED
 from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named
 from sparsecoll.torch.tensors.private import is_trial_step, values_of
 from sparsecoll.transport import as_transport

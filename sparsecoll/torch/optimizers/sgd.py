@@ -30,12 +30,20 @@ from sparsecoll.torch.optimizers.sgd_rules import (
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
-from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator, mean_loss
-from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped
+from sparsecoll.torch.replica.calls import (
+    MEMBERS,
+    Options,
+    Round,
+    agreed,
+    agreeing,
+    collective,
+    communicator,
+    mean_loss,
+)
+from sparsecoll.torch.replica.guards import fingerprint, refuse_wrapped
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.tensors.layout import takes_part
-from sparsecoll.torch.tensors.model import model_of, momenta_of
+from sparsecoll.torch.tensors.model import Watch, model_of, momenta_of
 from sparsecoll.torch.tensors.private import is_trial_step
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -207,6 +215,7 @@ class SparseSGD(torch.optim.Optimizer):
             self._replica.introduce(new, signature)
             begin()
             self._flat.rename(names)
+        self._flat.take_over()
 
     # -- a step
 
@@ -234,7 +243,8 @@ class SparseSGD(torch.optim.Optimizer):
         """
         if is_trial_step(self):
             return self._make_state()
-        scaling = self._scaling if self._scaling.check(self) else None
+        has_scaler = self._scaling.scaler is not None or "found_inf" in vars(self)
+        scaling = self._scaling if has_scaler and self._scaling.check(self) else None
         loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.options.timeout)
         if self._watch is not None:
             self._watch.check(self._flat.names)

@@ -18,10 +18,11 @@ from sparsecoll.torch.compressors import TopKCompressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.rows import RowSum
 from sparsecoll.torch.reduction.state import STATE, renamed, renamed_state
+from sparsecoll.torch.replica.calls import Round
 from sparsecoll.torch.replica.replica import Replica, changes
-from sparsecoll.torch.replica.rounds import Round
 from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.transport import Transport
@@ -73,7 +74,7 @@ class SparseSum(TopKCompressor):
         return value
 
 
-class Accumulator:
+class Accumulator(Owner):
     """The parameters that take part, one bucket for each residual dtype and device; residuals of all parameters.
 
     Attributes:
@@ -87,6 +88,7 @@ class Accumulator:
         self.laid_out: set[str] = set()
         self._replica, self._buckets = replica, Buckets(compressor, replica)
         self.keeps_momentum = compressor.momentum is None
+        self._others: dict[str, Owner] = {}  # of these parameters, until `take_over`
         self._rated: dict[str, bool] = {}  # whether a residual is in units of learning rate * gradient
 
     # -- layout
@@ -97,7 +99,7 @@ class Accumulator:
         return list(ids) != [id(p) for p in self.names]
 
     def compared(self, names: dict[torch.Tensor, str]) -> tuple[Named, dict[str, Any]]:
-        """Return the parameters that are new in `names`, and what all ranks must have alike before `rename`."""
+        """Return the parameters that are new in `names`, and values to be compared before `rename`."""
         new = {name: p for p, name in names.items() if p not in self.names}
         left = [name for p, name in self.names.items() if p not in names]
         return new, {**changes(new if self.names else (), left), "order of parameters": [*names.values()]}
@@ -110,10 +112,21 @@ class Accumulator:
         self.names = names
         params.clear()
         params.update({name: p for p, name in names.items()})
+        self._others = others_of(self, params)
 
     def all_or_none(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """See `Replica.all_or_none`."""
         return self._replica.all_or_none(self.release, vars(self), vars(self._buckets), self._replica.params)
+
+    def take_over(self) -> None:
+        """Let no DistributedOptimizer reduce these parameters any more."""
+        others, self._others = self._others, {}
+        take_over(self, others, self._replica.params)
+
+    def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
+        """A DistributedOptimizer steps a parameter; another SparseSGD may, which needs no hook."""
+        if to.replaces and not isinstance(to, Accumulator):
+            self.replaced = name
 
     def _renamed(self, names: dict[torch.Tensor, str]) -> dict[str, str]:
         return {old: names[p] for p, old in self.names.items() if p in names}
@@ -153,6 +166,7 @@ class Accumulator:
         return sums
 
     def _accumulate(self, groups: Iterable[Group], scaling: Scaling | None) -> list[Any]:
+        self.refuse_replaced("SparseSGD")
         if scaling is not None:
             scaling.begin()
         if scaling is not None and scaling.found:

@@ -38,12 +38,13 @@ class Buckets:
         self.order: list[str] = []
         self.index_of: dict[str, int] = {}
         self._compressor, self._replica = compressor, replica
-        self._rows = RowParameters()
+        self._rows: set[str] = set()  # parameters reduced as rows: a rank has had such a gradient, none a dense one
+        self._dense: set[str] = set()  # parameters of which a rank has had a dense gradient
         self._pairs: list[tuple[Bucket, Compressor]] = []
         self._parked: Tensors = {}  # tensors of parameters that are in no bucket
         self.pending = False
         self._base: Tensors = {}  # as of the last step, of buckets that were released after such a reduction
-        self._warned = False  # whether it was told that residuals are lost
+        self._warned = False  # whether rank 0 has warned that residuals are lost
         self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
 
     def __len__(self) -> int:
@@ -78,7 +79,10 @@ class Buckets:
 
     def learn(self, rows: Collection[str], dense: Collection[str]) -> bool:
         """Learn which parameters have gradients of rows on a rank, and dense ones; return whether buckets change."""
-        changed = self._rows.learn(rows, dense) & set(self.index_of)
+        before = self._rows
+        self._dense = self._dense | set(dense)
+        self._rows = (before | set(rows)) - self._dense
+        changed = (before ^ self._rows) & set(self.index_of)
         for name in sorted(changed.intersection(dense)):
             if self._replica.transport.rank == 0:
                 logger.warning(
@@ -161,7 +165,7 @@ class Buckets:
         """Discard all buckets, and rename parameters, old name -> new name; the state of all others is dropped."""
         self.release()
         self._parked, self._base = renamed(self._parked, names), renamed(self._base, names)
-        self._rows = self._rows.renamed(names)
+        self._rows, self._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
         self._extra = {tuple(names[n] for n in own): t for own, t in self._extra.items() if names.keys() >= set(own)}
         self.order = [names[name] for name in self.order if name in names]
 
@@ -217,7 +221,8 @@ class Buckets:
             "replicated": sorted(self._compressor.replicated_state),
             "step": self._replica.context.step,
             "order": list(self.order),
-            **self._rows.state(),
+            "rows": sorted(self._rows),
+            "dense": sorted(self._dense),
             "tensors": joined(collect([compressor for _, compressor in self], self._parked), self._base),
             "buckets": extra + waiting,
         }
@@ -260,7 +265,7 @@ class Buckets:
         self._pairs, self.index_of = [], {}
         self._parked, self.pending, self._base = own["tensors"], False, {}
         self.order = [name for name in own["order"] if name in replica.params]
-        self._rows.load(own, replica.params)
+        self._rows, self._dense = (set(own.get(kind, ())) & set(replica.params) for kind in ("rows", "dense"))
         replica.context.step, replica.suspect = own["step"], False
         fits = own["compressor"] == self._compressor.describe()
         self._extra = {tuple(names): text for names, text in own["buckets"]} if fits else {}
@@ -280,41 +285,6 @@ class Buckets:
                 " torch.distributed.checkpoint: the values in the residuals are lost. Save"
                 " optimizer.state_dict() of every rank with sparsecoll.torch.save, and load that"
             )
-
-
-class RowParameters:
-    """The names of the parameters whose gradients are reduced as rows; the same on every rank.
-
-    Some rank has had a gradient of rows for them, or their module says so, and no rank has ever had a dense one.
-    """
-
-    def __init__(self) -> None:
-        self._rows: set[str] = set()
-        self._dense: set[str] = set()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def learn(self, rows: Collection[str], dense: Collection[str]) -> set[str]:
-        """Add parameters for which a rank has gradients of a kind; return those that are reduced otherwise now."""
-        before = set(self._rows)
-        self._dense |= set(dense)
-        self._rows = (self._rows | set(rows)) - self._dense
-        return before ^ self._rows
-
-    def renamed(self, names: Mapping[str, str]) -> RowParameters:
-        """Return those that have a new name, old name -> new name."""
-        new = RowParameters()
-        new._rows, new._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
-        return new
-
-    def state(self) -> dict[str, list[str]]:
-        """Return what `load` takes."""
-        return {"rows": sorted(self._rows), "dense": sorted(self._dense)}
-
-    def load(self, state: Mapping[str, Collection[str]], names: Collection[str]) -> None:
-        """Restore what `state` returned, for those parameters that are among `names`."""
-        self._rows, self._dense = (set(state.get(kind, ())) & set(names) for kind in ("rows", "dense"))
 
 
 def _has_keys_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:

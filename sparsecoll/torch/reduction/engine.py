@@ -14,22 +14,29 @@ import torch
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.hooks import Hooks, before_wrapped_step, enlist, others_of, synchronize_all, take_over
+from sparsecoll.torch.reduction.hooks import (
+    Hooks,
+    Owner,
+    before_wrapped_step,
+    enlist,
+    others_of,
+    synchronize_all,
+    take_over,
+)
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import STATE, renamed_state
 from sparsecoll.torch.reduction.steps import State
-from sparsecoll.torch.replica.calls import Options, agreeing, mean_of_loss
-from sparsecoll.torch.replica.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
+from sparsecoll.torch.replica.calls import NOTHING, Options, agreeing, mean_of_loss
+from sparsecoll.torch.replica.guards import refuse_ddp, warn_of_adam, warn_of_momentum
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
-from sparsecoll.torch.replica.rounds import NOTHING
-from sparsecoll.torch.tensors.model import Named, momenta_of, options_of, rates_of
+from sparsecoll.torch.tensors.model import Named, Watch, momenta_of, options_of, rates_of
 from sparsecoll.torch.tensors.private import at_end_of_backward
 from sparsecoll.transport import Transport
 
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(Owner):
     """Reduces the gradients of named parameters; `optimizer` is what steps on them.
 
     Attributes:
@@ -61,7 +68,7 @@ class Engine:
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._scaling, self._reducer = scaling, Reducer(self.replica, compressor, scaling)
         self.seconds = self._reducer.seconds
-        self._hooks = Hooks(self)
+        self._hooks = Hooks(self, self._reducer.means.accumulating)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
         if transport.rank == 0:
             warn_of_adam(optimizer, compressor)
@@ -69,7 +76,6 @@ class Engine:
         watched = not options.overlap and transport.rank == 0 and transport.size > 1
         self._watch = Watch("overlap=False", "To clip the mean, call synchronize() first") if watched else None
         self._synchronizing = True
-        self._replaced = ""  # name of a parameter that an optimizer made later steps, too
         self.asked = False
         before = getattr(optimizer, "register_step_pre_hook", None)
         self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
@@ -121,12 +127,18 @@ class Engine:
             self._hooks.remove(own)
             self._hooks.attach(self.params)
             raise
-        take_over(others, own)
+        take_over(self, others, own)
 
-    def drop_parameter(self, p: torch.Tensor) -> None:
-        """Leave a parameter to an engine whose optimizer steps it."""
-        self.discard()
-        self._let_stay({name: name for name, own in self.params.items() if own is not p})
+    def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
+        """Leave a parameter to the owner whose optimizer steps it; where both step it, the later one replaces this one.
+
+        That is so when a cell of a notebook is run again.
+        """
+        if not self.closed and id(p) not in self.members.stepped():
+            self.discard()
+            self._let_stay({own: own for own, other in self.params.items() if other is not p})
+        elif not self.closed and to.replaces:
+            self.close(replaced=name)
 
     def _let_stay(self, names: Mapping[str, str]) -> None:
         """Rename parameters, old name -> new name, and drop the others with their state; buckets are made again."""
@@ -146,7 +158,7 @@ class Engine:
         for guard in (self._guard, self._step_guard):
             if guard is not None:
                 guard.remove()
-        self.closed, self._replaced = True, replaced
+        self.closed, self.replaced = True, replaced
 
     @agreeing("replica.agreed")
     def move(self, transport: Transport) -> None:
@@ -170,10 +182,6 @@ class Engine:
             self._synchronizing = before
 
     # -- back-propagation
-
-    def accumulating(self, name: str) -> None:
-        """Back-propagation has found a gradient of a parameter, before it is added (on the thread that does so)."""
-        self._reducer.accumulating(name)
 
     @agreeing("_reducer.failing")
     def accumulated(self, name: str) -> None:
@@ -223,12 +231,7 @@ class Engine:
     @agreeing("replica.agreed")
     def ensure_means(self) -> None:
         """Make gradients the means. Collective where they are not yet."""
-        if self._replaced:
-            raise RuntimeError(
-                f"DistributedOptimizer: expected parameters that no other one updates, got {self._replaced!r}, which a"
-                " DistributedOptimizer created later updates, too, and reduces now: give one DistributedOptimizer the"
-                " parameters of both models (those without gradients are skipped), or let only one optimizer update it"
-            )
+        self.refuse_replaced("DistributedOptimizer")
         if not self.has_means:
             self.asked = True
             synchronize_all(self.replica.transport)

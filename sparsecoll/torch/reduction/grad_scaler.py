@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from sparsecoll.torch.compressors import Compressor
-from sparsecoll.torch.tensors.private import look_for_overflow, scale_device, scaler_state
+from sparsecoll.torch.tensors.private import check_overflow, scale_device, scaler_state
 
 
 def enabled(scaler: Any) -> torch.amp.GradScaler | None:
@@ -54,13 +53,9 @@ class Scaling:
         """Get the scale of the gradients of a new reduction."""
         self.scale = 1.0 if self.scaler is None or self.unscaled else float(self.scaler.get_scale())
 
-    def of(self, compressor: Compressor) -> float:
-        """Return what gradients are divided by before they are clipped or added to a residual, which is unscaled."""
-        return self.scale if compressor.unscales else 1.0
-
     @property
     def _state(self) -> dict[str, Any]:
-        """What the scaler has noted of the optimizer since its last update()."""
+        """What the scaler has recorded of the optimizer since its last update()."""
         return {} if self.scaler is None else scaler_state(self.scaler, self._key)
 
     @property
@@ -92,7 +87,7 @@ class Scaling:
         """Unscale means, unless their gradients were; return whether one is not finite, the same on all ranks."""
         assert self.scaler is not None
         if self.unscaled:
-            look_for_overflow(self.scaler, optimizer)
+            check_overflow(self.scaler, optimizer)
         else:
             self.scaler.unscale_(optimizer)
         return self.found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.replica.calls import agreed, collective
-from sparsecoll.torch.replica.guards import Seen
-from sparsecoll.torch.replica.replica import Members, Replica
-from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.model import Named, Seen
 from sparsecoll.torch.tensors.private import hooks_after, version
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import allgather
@@ -55,7 +53,7 @@ class Means:
         self._seen = {}
 
     def accumulating(self, name: str) -> None:
-        """Autograd is about to add to a gradient."""
+        """Autograd may be about to add to a gradient; `torch.autograd.grad` does not."""
         (self._whole.discard if self.is_replaced(name) else self._whole.add)(name)
 
     def accumulated(self, name: str) -> None:
@@ -84,28 +82,35 @@ class Means:
         return changed[-1] if changed else None
 
 
-class Owner(Protocol):
-    """What reduces the gradients of parameters: an Engine."""
+class Owner:
+    """A base of what combines the ranks' gradients, or changes, of parameters: one of them does so for each parameter.
 
-    replica: Replica
-    members: Members
-    closed: bool
-    asked: bool
+    Attributes:
+        replaces: whether no other one is to combine those of a parameter that this one steps.
+        replaced: the name of a parameter that an owner made later steps, too.
+    """
 
-    @property
-    def is_stepping(self) -> bool: ...
-    def accumulating(self, name: str) -> None: ...
-    def accumulated(self, name: str) -> None: ...
-    def synchronize(self) -> None: ...
-    def drop_parameter(self, p: torch.Tensor) -> None: ...
-    def close(self, replaced: str = "") -> None: ...
+    replaces = True
+    replaced = ""
+
+    def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
+        """Another owner steps a parameter from now on."""
+
+    def refuse_replaced(self, kind: str) -> None:
+        """Raise if an owner made later steps one of the parameters."""
+        if self.replaced:
+            raise RuntimeError(
+                f"{kind}: expected parameters that no other optimizer updates, got {self.replaced!r}, which a"
+                " DistributedOptimizer or SparseSGD created later updates, too, and reduces now: give one optimizer the"
+                " parameters of both models (those without gradients are skipped), or let only one optimizer update it"
+            )
 
 
 _owners: MutableMapping[torch.Tensor, weakref.ref[Owner]] = WeakTensorKeyDictionary()  # by parameter
 
 
 def owner_of(p: torch.Tensor) -> Owner | None:
-    """Return the engine that reduces a parameter's gradients, unless it is closed or gone."""
+    """Return the owner that combines a parameter's gradients, unless it is closed or gone."""
     reference = _owners.get(p)
     return None if reference is None else reference()
 
@@ -113,9 +118,9 @@ def owner_of(p: torch.Tensor) -> Owner | None:
 class Hooks:
     """The hooks of one engine, the owner of its parameters."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Any, accumulating: Callable[[str], None]) -> None:
         self._owner = weakref.ref(owner)
-        self._before, self._after = (weakref.WeakMethod(m) for m in (owner.accumulating, owner.accumulated))
+        self._before, self._after = (weakref.WeakMethod(m) for m in (accumulating, owner.accumulated))
         self._handles: dict[str, tuple[torch.Tensor, tuple[Any, Any]]] = {}
 
     def attach(self, params: Named) -> None:
@@ -160,27 +165,23 @@ def _call(method: weakref.WeakMethod[Any], name: str, _: torch.Tensor) -> None:
 
 
 def others_of(owner: Owner, params: Named) -> dict[str, Owner]:
-    """Return the other engines that reduce some of these parameters, by name of the parameter."""
+    """Return the other owners of some of these parameters, by name of the parameter."""
     engines = {name: owner_of(p) for name, p in params.items()}
     return {name: other for name, other in engines.items() if other is not None and other is not owner}
 
 
-def take_over(others: Mapping[str, Owner], params: Named) -> None:
-    """Let other engines no longer reduce these parameters, which the optimizer of a new one steps.
-
-    Where both step one, the later engine replaces the other, as when a cell of a notebook is run again.
-    """
-    for name, other in others.items():
-        if name in params and not other.closed and id(params[name]) in other.members.stepped():
-            other.close(replaced=name)
-        elif name in params and not other.closed:
-            other.drop_parameter(params[name])
+def take_over(owner: Owner, others: Mapping[str, Owner], params: Named) -> None:
+    """Let the `others` of `others_of` no longer combine the gradients of parameters that `owner` has from now on."""
+    for name, p in params.items():
+        if name in others:
+            others[name].hand_over(name, p, owner)
+        _owners[p] = weakref.ref(owner)
 
 
-def enlist(owner: Owner) -> int:
-    """Add an owner to those that use its transport, and return its number; collective.
+def enlist(owner: Any) -> int:
+    """Add an engine to those that use its transport, and return its number; collective.
 
-    Owners that are closed or gone on all ranks are forgotten, so that all ranks know the same ones.
+    Those that are closed or gone on all ranks are forgotten, so that all ranks know the same ones.
     """
     transport = owner.replica.transport
     transport.sharers = {n: other for n, other in transport.sharers.items() if other() is not owner}  # it has moved
@@ -199,7 +200,7 @@ def enlist(owner: Owner) -> int:
     return number
 
 
-def _alive(transport: Transport) -> dict[int, Owner]:
+def _alive(transport: Transport) -> dict[int, Any]:
     owners = {number: reference() for number, reference in transport.sharers.items()}
     return {
         n: owner for n, owner in owners.items() if owner and not owner.closed and owner.replica.transport is transport
@@ -244,7 +245,7 @@ def synchronize_all(transport: Transport) -> None:
                 owners[number].synchronize()
 
 
-def before_wrapped_step(engine: weakref.ref[Owner], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def before_wrapped_step(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A hook of the wrapped optimizer: raise unless DistributedOptimizer has called its step."""
     alive = engine()
     if alive is None:

@@ -25,9 +25,10 @@ from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.hooks import Means, is_shared
 from sparsecoll.torch.reduction.steps import State, Steps
-from sparsecoll.torch.replica.guards import Seen, fingerprint
+from sparsecoll.torch.replica.calls import CHANGED, MEMBERS, NOTHING, Round, Row
+from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.rounds import CHANGED, MEMBERS, NOTHING, Round, Row
+from sparsecoll.torch.tensors.model import Seen
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import in_background
@@ -46,6 +47,7 @@ class Reducer:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
         steps: tells what has become of the means.
         gradients: the state of the gradients.
+        means: the parameters whose gradients are means.
         nonfinite: what the next step raises while they are NaN.
     """
 
@@ -57,7 +59,7 @@ class Reducer:
         self.nonfinite: NonFiniteError | None = None
         self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
         self._finite = not compressor.passes_nonfinite
-        self._means = Means(replica.params)
+        self.means = Means(replica.params)
         self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
         self._threads = torch.get_num_threads()
         self._end()
@@ -91,19 +93,15 @@ class Reducer:
     def rename(self, names: Mapping[str, str]) -> None:
         """Drop the reduction and the buckets, and rename parameters; the state of those that are not named is lost."""
         self.release()
-        self._means.rename(names)
+        self.means.rename(names)
         self.buckets.rename(names)
-
-    def accumulating(self, name: str) -> None:
-        """Autograd may be about to add to a parameter's gradient; `torch.autograd.grad` does not."""
-        self._means.accumulating(name)
 
     def accumulated(self, name: str) -> None:
         """Autograd has added to a parameter's gradient."""
-        self._means.accumulated(name)
+        self.means.accumulated(name)
         if not self._is_open:
             self._open()
-        elif self._means.is_replaced(name):
+        elif self.means.is_replaced(name):
             self._rollback({name})
 
     def send(self, name: str, final: bool = True) -> None:
@@ -134,20 +132,20 @@ class Reducer:
         """A reduction begins: restore the residuals of gradients thrown away, unless the loop has used them."""
         self.commit_if_updated()
         self.gradients.to(State.STALE if self.gradients.are(State.DISCARDED) else State.LOCAL)
-        changed = self._means.changed()
+        changed = self.means.changed()
         if changed is not None:
             self._invalid = RuntimeError(
                 f"gradient of {changed!r}: expected step() or zero_grad() of the optimizer before the next"
                 " back-propagation, got a gradient that was changed in place after it had been reduced"
             )
-        self._rollback(self._means.replaced())
-        self._scaling.begin()
+        self._rollback(self.means.replaced())
+        self._begin_scaling()
 
     def _rollback(self, names: set[str]) -> None:
         """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
         if names:
-            self.buckets.rollback(None if len(names) == len(self._means) else names)
-            self._means.discard(names)
+            self.buckets.rollback(None if len(names) == len(self.means) else names)
+            self.means.discard(names)
 
     def _send_at_the_end(self) -> None:
         """Send gradients when back-propagation has ended, from now on."""
@@ -160,9 +158,17 @@ class Reducer:
 
     # -- jobs of the progress thread
 
+    def _begin_scaling(self) -> None:
+        if self._scaling.scaler is not None:
+            self._scaling.begin()
+
+    def _scale(self, compressor: Compressor) -> float:
+        """Return what gradients are divided by before they are clipped or added to a residual, which is unscaled."""
+        return self._scaling.scale if compressor.unscales else 1.0
+
     def _copy(self, index: int, name: str) -> None:
         bucket, compressor = self.buckets[index]
-        bucket.take_grad(name, self._scaling.of(compressor))
+        bucket.take_grad(name, self._scale(compressor))
         del self._awaited[index][name]
 
     def _isend(self) -> None:
@@ -265,12 +271,12 @@ class Reducer:
     def _attempt(self, name: str, regroup: Callable[[], None]) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
         if self._is_open:
-            self._rollback(self._means.replaced())
+            self._rollback(self.means.replaced())
         else:
             self._open()
         if not self.buckets:
             self.make_buckets()
-        self._scaling.begin()  # unscale_() may have been called since
+        self._begin_scaling()  # unscale_() may have been called since
         self._send_rest()
         if self.gradients.are(State.LOCAL):
             self.gradients.to(State.SENDING)
@@ -312,7 +318,7 @@ class Reducer:
             names = [
                 n for n, p in bucket.params.items() if n in outcome.used or (p.requires_grad and bucket.has_mean(n))
             ]
-            made.append((bucket, bucket.new_grads(names, self._scaling.of(compressor))))
+            made.append((bucket, bucket.new_grads(names, self._scale(compressor))))
         try:
             self._assign(made)
         except Exception:
@@ -322,20 +328,20 @@ class Reducer:
     def _assign(self, made: list[tuple[Bucket, NewGrads]]) -> None:
         """Set all gradients; the same again does no harm."""
         self._replica.warmed = True
-        self._means.clear()
+        self.means.clear()
         self._end()
         for bucket, gradients in made:
             bucket.accept()  # nothing refers to gradients any more
             bucket.assign_grads(gradients)
             for name in gradients:
-                self._means.add(name)
-        self.steps.accept({name: self._replica.params[name] for name in self._means})
+                self.means.add(name)
+        self.steps.accept({name: self._replica.params[name] for name in self.means})
 
     # -- a step, or none
 
     def restore_missing(self) -> None:
         """Means that were set to None count as thrown away."""
-        self._rollback({name for name in self._means if self._replica.params[name].grad is None})
+        self._rollback({name for name in self.means if self._replica.params[name].grad is None})
 
     def commit_if_updated(self) -> bool:
         """Commit if the loop has updated parameters by itself; return whether it has."""
@@ -347,17 +353,17 @@ class Reducer:
     def commit(self, by_hand: bool = False) -> None:
         """A step was taken, see `Steps.commit`."""
         self.steps.commit(by_hand)
-        self._means.clear()
+        self.means.clear()
 
     def discard(self) -> None:
         """Gradients are about to be thrown away: residuals are as they were after the last step."""
         self._order, self.nonfinite = {}, None
         self.steps.rollback()
-        self._means.clear()
+        self.means.clear()
 
     def loaded(self) -> None:
         """The buckets' state was loaded: make them as they were when it was saved. Collective."""
-        self._means.clear()
+        self.means.clear()
         self._end()
         self.gradients.to(State.EMPTY)
         if self.buckets.order:

@@ -19,9 +19,9 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import Compressor, StepContext
-from sparsecoll.torch.compressors.base import ErrorFeedback, overflowed
-from sparsecoll.torch.compressors.schedule import Densities, Density, as_row_density
-from sparsecoll.torch.compressors.versions import ALL, Rates, Versioned, Versions
+from sparsecoll.torch.compressors.base import Densities, ErrorFeedback, overflowed
+from sparsecoll.torch.compressors.schedule import Density, as_row_density
+from sparsecoll.torch.compressors.versions import ALL, Versioned, Versions
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.replica.guards import warn_of_momentum_of_rows
 from sparsecoll.torch.tensors.layout import CPU, Layout, has_rows, rows_like
@@ -162,10 +162,8 @@ class RowSum(ErrorFeedback):
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
         self._densities = None if self.density is None else Densities.of(self.density)
-        if self.follow_lr:
-            self._rates = self.versions.add(Rates(layout.names, context.rates))
         self._acc: Any = None  # in a reduction that leaves a part of it
-        self._alike: dict[str, int] = {}  # what else ranks compare in a call
+        self._compared: dict[str, int] = {}  # values that ranks compare in a call
         if self.momentum and transport.rank == 0:
             warn_of_momentum_of_rows(layout.names[0], self.momentum, context)
 
@@ -198,8 +196,8 @@ class RowSum(ErrorFeedback):
         if self._densities is None:
             return _overflowed(acc.divide(self.size)) if self._sends_parts else acc
         with as_row_density():
-            self._acc, self._alike = acc, {ROWS: self._densities.k(acc.n, self.context.step, name)}
-        return acc.topk(self._alike[ROWS])
+            self._acc, self._compared = acc, {ROWS: self._densities.k(acc.n, self.context.step, name)}
+        return acc.topk(self._compared[ROWS])
 
     def communicate(self, transport: Transport, message: Any) -> Reduction:
         """Sum the message over the ranks, or return it with `local`.
@@ -210,7 +208,7 @@ class RowSum(ErrorFeedback):
         if self.local:
             return Reduction(message, message)
         options = CallOptions(value_dtype=self.value_dtype, timeout=self.timeout, nonfinite="pass")
-        reduction = allreduce_vectors(transport, message, RowAuto(), options, True, self._alike)
+        reduction = allreduce_vectors(transport, message, RowAuto(), options, True, self._compared)
         total: Any = reduction.value
         if self._sends_parts:
             reduction.value = total = total.with_values(_overflowed(total).values * total.dtype.type(self.size))

@@ -13,11 +13,11 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, renamed_state
-from sparsecoll.torch.replica.calls import Options
+from sparsecoll.torch.replica.calls import MEMBERS, Options, Round
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.replica.replica import Members, Replica, barrier, changes, check_added
-from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, rates_of
 from sparsecoll.transport import Transport
@@ -25,7 +25,7 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future
 
 
-class Window:
+class Window(Owner):
     """The parameters of an optimizer, their values at the last mean, and their changes since.
 
     Args:
@@ -37,6 +37,8 @@ class Window:
         members: tells which parameters were added and removed.
         steps: taken on this rank since the last mean.
     """
+
+    replaces = False  # the optimizer that LocalOptimizer wraps may be a DistributedOptimizer
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Window:
         changing = vars(self), vars(self._buckets), self._params, self._shared, *outer
         with self.replica.all_or_none(self.release, *changing) as begin:
             added = self.members.added(self.members.named() if params is None else params)
-            stay = self.members.kept()
+            stay, others = self.members.kept(), others_of(self, added)
             shared = {name: p.detach().clone() for name, p in added.items()}
             signature = changes(added if self._params else (), self._params.keys() - stay.keys())
             self.replica.introduce(shared, signature, lambda: check_added(added, stay))
@@ -104,6 +106,7 @@ class Window:
             outer[1]["params"] = [self._shared[n] for n in dict.fromkeys([*order, *self._shared])]
             for name, p in added.items():
                 p.copy_(shared[name])
+        take_over(self, others, added)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -59,11 +59,11 @@ def _described(value: Any) -> Any:
     return value if isinstance(value, PLAIN) else {"other": type(value).__name__}
 
 
-def _leveled(p: torch.Tensor, own: Any, told: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a parameter's state in the structure of rank 0 (`told`); append the tensors to fill to `tensors`."""
-    if not isinstance(told, dict):
-        return told
-    ((kind, content),) = told.items()
+def _leveled(p: torch.Tensor, own: Any, roots: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a parameter's state in the structure of the root's (`roots`); append the tensors to fill to `tensors`."""
+    if not isinstance(roots, dict):
+        return roots
+    ((kind, content),) = roots.items()
     if kind == "other":
         return own
     if kind == "dict":
@@ -76,7 +76,7 @@ def _leveled(p: torch.Tensor, own: Any, told: Any, tensors: list[torch.Tensor]) 
         items = [_leveled(p, one, item, tensors) for one, item in zip(mine, content, strict=True)]
         return tuple(items) if kind == "tuple" else items
     shape, dtype, *stored = content
-    new = own if _described(own) == told else _made(p, shape, getattr(torch, dtype), *stored)
+    new = own if _described(own) == roots else _made(p, shape, getattr(torch, dtype), *stored)
     tensors += [indices_of(new), values_of(new)] if stored else [new]
     return new
 

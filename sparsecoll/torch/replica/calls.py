@@ -1,21 +1,25 @@
-"""Collective calls as the adapter makes them: with which options, on which communicator, in which order."""
+"""Collective calls as the adapter makes them, and the message that ranks exchange at the end of a reduction."""
 
 from __future__ import annotations
 
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from sparsecoll.errors import check_integer
+from sparsecoll.errors import CommunicationError, check_integer
+from sparsecoll.formats import Buffer
+from sparsecoll.torch.tensors.layout import has_rows, takes_part
+from sparsecoll.torch.tensors.model import Named
 from sparsecoll.transport import LocalTransport, Transport, as_transport, check_timeout, launcher
-from sparsecoll.transport.all_ranks import allgather
+from sparsecoll.transport.all_ranks import allgather, disseminate
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future
 
@@ -149,3 +153,145 @@ def mean_loss(transport: Transport, closure: Callable[[], Any], timeout: float |
 
     value = collective(transport, "closure", timeout, mean)
     return None if loss.result() is None else value
+
+
+# -- the end of a reduction
+
+CHANGED = 1  # a gradient has changed after it was sent: the reduction has to be made again
+JOINED = 2  # this rank has run out of data
+SUSPECT = 4  # this rank's parameters may differ from the others'
+REPLACED = 8  # this rank's model has other buffers than before
+MEMBERS = 16  # this rank's optimizer and model have other parameters than before
+
+HEAD = 6  # numbers of a row, of which the maximum over the ranks is formed
+LEAST = -(1 << 62)  # in place of those of a rank that has no data
+
+
+@dataclass
+class Round:
+    """The messages of all ranks combined; the same on every rank.
+
+    Attributes:
+        flags: any rank's.
+        step: the number of steps that every rank with data has taken before this one; None if no rank has data.
+        most: that of the ranks that have taken the most steps.
+        root: the lowest rank that has data, or 0 if none has.
+        furthest: the lowest of the ranks that have taken the most steps.
+        used, rows, dense, trainable: parameters of which any rank has a gradient, one of rows (or a module that says
+            so), a dense one, and that take part.
+        modules: by module with buffers, whether any rank has changed them.
+        same_options: whether all ranks that have data have the same `checksum`.
+    """
+
+    flags: int = 0
+    step: int | None = None
+    most: int = 0
+    root: int = 0
+    furthest: int = 0
+    used: set[str] = field(default_factory=set)
+    rows: set[str] = field(default_factory=set)
+    dense: set[str] = field(default_factory=set)
+    trainable: set[str] = field(default_factory=set)
+    modules: list[bool] = field(default_factory=list)
+    same_options: bool = True
+
+    @property
+    def joined(self) -> bool:
+        """Whether a rank has run out of data."""
+        return bool(self.flags & JOINED)
+
+    @property
+    def over(self) -> bool:
+        """Whether no rank has data."""
+        return self.joined and self.step is None
+
+
+NOTHING = Round()
+
+
+class Row:
+    """The message of one rank, of its parameters and their gradients as they are now.
+
+    Args:
+        steps: taken by this rank before this one.
+        flags: of this rank, below 256.
+        params: by name, the same names in the same order on all ranks.
+        modules: by module with buffers, whether they have changed.
+        trainable: which parameters take part; None, the default: those that want a gradient or have one.
+        checksum: of options that must be the same on all ranks, at least 0.
+        sparse: ids of the parameters whose modules say that their gradients are sparse.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        flags: int,
+        params: Named,
+        modules: Sequence[bool] = (),
+        trainable: Sequence[bool] | None = None,
+        checksum: int = 0,
+        sparse: Collection[int] = (),
+    ) -> None:
+        here, tensors = not flags & JOINED, list(params.values())
+        used = [here and p.grad is not None for p in tensors]
+        rows = [has_rows(p.grad) or id(p) in sparse for p in tensors]
+        dense = [p.grad is not None and not has_rows(p.grad) for p in tensors]
+        taking = [takes_part(p) for p in tensors] if trainable is None else trainable
+        self._names, self._steps, self._checksum, self._here = list(params), steps, checksum, here
+        self._flags = np.array([flags], np.uint8)
+        self._bits = np.array([*used, *rows, *dense, *taking, *(here and changed for changed in modules)], np.uint8)
+
+    def exchange(self, transport: Transport) -> Round:
+        """Combine the rows of all ranks. Collective; called within a CollectiveCall.
+
+        Volume: 49 bytes and a bit for each of the marks of parameters and modules, in each of ceil(log2 P) messages.
+
+        Raises:
+            CommunicationError: ranks have taken other numbers of steps.
+        """
+        size, names, steps, own = transport.size, self._names, self._steps, self._checksum
+        above = size - 1 - transport.rank  # greater for lower ranks
+        here = [steps, -steps, own, -own, above] if self._here else [LEAST] * 5
+        head = np.array([*here, steps * size + above], np.int64)
+        row = np.concatenate([head.view(np.uint8), self._flags, np.packbits(self._bits)])
+        row = disseminate(transport, row, _combine)
+        transport.waitall()
+        most, least, checksum, other, root, furthest = row[: head.nbytes].view(np.int64).tolist()
+        if most != LEAST and most != -least:
+            counts = allgather(transport, np.array([steps if self._here else LEAST]))[:, 0].tolist()
+            raise CommunicationError(
+                f"steps: expected every rank to take or skip the same ones, got {_counted(counts)}: decide on"
+                " all ranks whether to skip a step, by the mean gradients or by a value summed over the ranks"
+            )
+        marks = np.unpackbits(row[head.nbytes + 1 :], count=self._bits.size).astype(bool)
+        used, rows, dense, trainable, modules = np.split(marks, np.arange(1, 5) * len(names))
+
+        def named(marks: NDArray[Any]) -> set[str]:
+            return {names[i] for i in np.flatnonzero(marks).tolist()}
+
+        return Round(
+            flags=int(row[head.nbytes]),
+            step=None if most == LEAST else most,
+            most=furthest // size,
+            root=0 if most == LEAST else size - 1 - root,
+            furthest=size - 1 - furthest % size,
+            used=named(used),
+            rows=named(rows),
+            dense=named(dense),
+            trainable=named(trainable),
+            modules=modules.tolist(),
+            same_options=most == LEAST or checksum == -other,
+        )
+
+
+def _combine(row: Buffer, other: Buffer, out: Buffer) -> None:
+    """Combine two rows: the maxima of the numbers at their beginning, then the bits that are set in either."""
+    split = HEAD * 8
+    np.maximum(row[:split].view(np.int64), other[:split].view(np.int64), out=out[:split].view(np.int64))
+    np.bitwise_or(row[split:], other[split:], out=out[split:])
+
+
+def _counted(steps: list[int]) -> str:
+    """Return which ranks have taken how many steps, of those that have data."""
+    counts = [f"{taken} on rank {rank}" for rank, taken in enumerate(steps) if taken != LEAST]
+    return f"{', '.join(counts[:8])}{', ...' if len(counts) > 8 else ''} so far"

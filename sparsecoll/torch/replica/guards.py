@@ -1,21 +1,19 @@
-"""Mistakes that would go unnoticed: means that DDP overwrites, equal samples, local clipping, Adam, momentum twice."""
+"""Mistakes that would go unnoticed: means that DDP overwrites, equal samples, Adam, momentum twice."""
 
 from __future__ import annotations
 
 import logging
 import math
-import weakref
 import zlib
 from collections.abc import Collection, Iterable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecoll.torch.compressors import Compressor, StepContext
-from sparsecoll.torch.tensors.private import inside_ddp, values_of, version
+from sparsecoll.torch.tensors.private import inside_ddp, values_of
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import allgather
 
@@ -96,7 +94,7 @@ def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> No
             "%s with %s: gradients that have added up in the residual are sent as one large value, which %s divides by"
             " its own size, so that the model learns little. Use QSGD(4) or 'fp16', LocalOptimizer, which compresses"
             " the updates of %s, or torch.optim.SGD with momentum= in the compressor",
-            compressor.given_name or compressor.name,
+            compressor.name,
             name,
             name,
             name,
@@ -121,7 +119,7 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
         logger.warning(
             "%s has a momentum of %s, and %s one of %s: gradients get both, as if the learning rate were %.2g times as"
             " large. Use %s=0 in %s, or momentum=0 in the compressor",
-            compressor.given_name or compressor.name,
+            compressor.name,
             own,
             whose,
             others[0],
@@ -143,66 +141,3 @@ def warn_of_momentum_of_rows(name: str, momentum: float, context: StepContext) -
         momentum,
         name,
     )
-
-
-class Seen(NamedTuple):
-    """The gradient of a parameter as it was at some moment: the tensor, and how often it had been changed in place."""
-
-    gradient: torch.Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, p: torch.Tensor) -> Seen:
-        """Return the gradient of a parameter as it is now."""
-        return cls(p.grad, -1 if p.grad is None else version(p.grad))
-
-    def has_changed(self, p: torch.Tensor) -> bool:
-        """Return whether the gradient is another tensor now, or was changed in place."""
-        return p.grad is not self.gradient or (p.grad is not None and version(p.grad) != self.version)
-
-
-class Watch:
-    """Notices gradients that have changed between the end of back-propagation and their reduction, and warns once.
-
-    Args:
-        who: whose gradients are local to each rank until then.
-        cure: what clips the mean, for the warning.
-    """
-
-    def __init__(self, who: str, cure: str) -> None:
-        self._who, self._cure = who, cure
-        self._seen: dict[int, Seen] = {}
-        self._handles: dict[int, Any] = {}
-        self._warned = False
-
-    def over(self, params: Iterable[torch.Tensor]) -> None:
-        """Watch the gradients of these parameters as well."""
-        for p in params:
-            if not self._warned and p.requires_grad and id(p) not in self._handles:
-                hook = partial(_record, weakref.ref(self))
-                self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def record(self, p: torch.Tensor) -> None:
-        """Back-propagation has completed a gradient."""
-        if not self._warned:
-            self._seen[id(p)] = Seen.of(p)
-
-    def check(self, params: Iterable[torch.Tensor]) -> None:
-        """Warn, before the reduction, if gradients have changed since back-propagation."""
-        seen, self._seen = self._seen, {}
-        if any(p.grad is not None and id(p) in seen and seen[id(p)].has_changed(p) for p in params):
-            self._warned = True
-            for handle in self._handles.values():
-                handle.remove()
-            logger.warning(
-                "gradients were changed between backward() and step(), as clipping does: with %s that acts on each"
-                " rank's own gradients before they are averaged, not on their mean as on one process. %s",
-                self._who,
-                self._cure,
-            )
-
-
-def _record(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
-    alive = watch()
-    if alive is not None and p.grad is not None:
-        alive.record(p)

@@ -15,9 +15,8 @@ import torch
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import Options, agreed, collective
+from sparsecoll.torch.replica.calls import JOINED, MEMBERS, REPLACED, SUSPECT, Options, Round, Row, agreed, collective
 from sparsecoll.torch.replica.guards import refuse_renormalized, warn_if_equal
-from sparsecoll.torch.replica.rounds import JOINED, MEMBERS, REPLACED, SUSPECT, Round, Row
 from sparsecoll.torch.tensors.layout import device_of, residual_dtype
 from sparsecoll.torch.tensors.model import (
     Buffers,
@@ -31,7 +30,7 @@ from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 
-CURE = "(change the model and the optimizer on all ranks alike, between the same steps)"  # if ranks have other changes
+CURE = "(change the model and the optimizer on all ranks, between the same steps)"  # if ranks have other changes
 
 
 class Members:
@@ -272,7 +271,7 @@ class Replica:
             dicts: become what they were, without buckets, if a rank raises.
 
         Yields:
-            What is to be called before the first change.
+            A function to be called before the first change.
         """
         copies: list[dict[Any, Any]] = []
 

@@ -1,16 +1,20 @@
-"""The parameters and buffers of a model by name, and which of them can be trained on several ranks."""
+"""The parameters and buffers of a model by name, those that ranks can train, and gradients and buffers that change."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from sparsecoll.torch.tensors.private import has_buffers, is_flat, version
 
 Named = dict[str, torch.Tensor]
+logger = logging.getLogger(__name__)
 
 COMPARED_BYTES = 16 << 20  # of a buffer of which a copy is kept, to notice what version counters do not tell
 
@@ -66,8 +70,8 @@ class Buffers:
         self._marked = _buffers_by_module(model)
         self._versions = [_versions(own) for own in self._marked]
         self._copies = [_copies(own) for own in self._marked]
-        self._told: list[bool] = [False] * len(self._marked)  # those whose versions told of the last change
-        self._differ = self._told  # those that had changed at all
+        self._raised: list[bool] = [False] * len(self._marked)  # those whose versions had been raised
+        self._differ = self._raised  # those that had changed at all
         self.replaced = False
 
     @property
@@ -79,13 +83,13 @@ class Buffers:
         """Let `changed` report changes from now on."""
         modules = _buffers_by_module(self._model)
         if self.replaced or len(modules) != len(self._marked):
-            self._told, self._differ = [False] * len(modules), [True] * len(modules)
+            self._raised, self._differ = [False] * len(modules), [True] * len(modules)
             self._copies, self._versions = [{} for _ in modules], [[] for _ in modules]
         for i, own in enumerate(modules):
             if self._differ[i] or _versions(own) != self._versions[i]:  # which a broadcast has raised
-                self._copies[i] = {} if self._told[i] else _copies(own)
+                self._copies[i] = {} if self._raised[i] else _copies(own)
         self._marked, self._versions = modules, [_versions(own) for own in modules]
-        self._told = self._differ = [False] * len(modules)
+        self._raised = self._differ = [False] * len(modules)
         self.replaced = False
 
     def changed(self) -> list[bool]:
@@ -98,13 +102,14 @@ class Buffers:
         self.replaced = [*map(_forms, modules)] != [*map(_forms, self._marked)]
         if self.replaced:
             return [True] * len(self._marked)
-        told, differ = [], []
+        raised, differ = [], []
         for now, then, versions, copies in zip(modules, self._marked, self._versions, self._copies, strict=True):
-            told.append(any(b is not then[name] for name, b in now.items()) or _versions(now) != versions)
+            raised.append(any(b is not then[name] for name, b in now.items()) or _versions(now) != versions)
             differ.append(
-                told[-1] or any(name not in copies or not _equal(b, copies[name]) for name, b in _compared(now).items())
+                raised[-1]
+                or any(name not in copies or not _equal(b, copies[name]) for name, b in _compared(now).items())
             )
-        self._told, self._differ = told, differ
+        self._raised, self._differ = raised, differ
         return differ
 
     def of(self, modules: Iterable[bool]) -> list[torch.Tensor]:
@@ -237,3 +242,69 @@ def momenta_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[
         for p in group["params"]
     }
     return [momenta.get(id(params[name]), 0.0) for name in names]
+
+
+# -- gradients that change
+
+
+class Seen(NamedTuple):
+    """The gradient of a parameter as it was at some moment: the tensor, and how often it had been changed in place."""
+
+    gradient: torch.Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, p: torch.Tensor) -> Seen:
+        """Return the gradient of a parameter as it is now."""
+        return cls(p.grad, -1 if p.grad is None else version(p.grad))
+
+    def has_changed(self, p: torch.Tensor) -> bool:
+        """Return whether the gradient is another tensor now, or was changed in place."""
+        return p.grad is not self.gradient or (p.grad is not None and version(p.grad) != self.version)
+
+
+class Watch:
+    """Notices gradients that have changed between the end of back-propagation and their reduction, and warns once.
+
+    Args:
+        who: whose gradients are local to each rank until then.
+        cure: what clips the mean, for the warning.
+    """
+
+    def __init__(self, who: str, cure: str) -> None:
+        self._who, self._cure = who, cure
+        self._seen: dict[int, Seen] = {}
+        self._handles: dict[int, Any] = {}
+        self._warned = False
+
+    def over(self, params: Iterable[torch.Tensor]) -> None:
+        """Watch the gradients of these parameters as well."""
+        for p in params:
+            if not self._warned and p.requires_grad and id(p) not in self._handles:
+                hook = partial(_record, weakref.ref(self))
+                self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def record(self, p: torch.Tensor) -> None:
+        """Back-propagation has completed a gradient."""
+        if not self._warned:
+            self._seen[id(p)] = Seen.of(p)
+
+    def check(self, params: Iterable[torch.Tensor]) -> None:
+        """Warn, before the reduction, if gradients have changed since back-propagation."""
+        seen, self._seen = self._seen, {}
+        if any(p.grad is not None and id(p) in seen and seen[id(p)].has_changed(p) for p in params):
+            self._warned = True
+            for handle in self._handles.values():
+                handle.remove()
+            logger.warning(
+                "gradients were changed between backward() and step(), as clipping does: with %s that acts on each"
+                " rank's own gradients before they are averaged, not on their mean as on one process. %s",
+                self._who,
+                self._cure,
+            )
+
+
+def _record(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
+    alive = watch()
+    if alive is not None and p.grad is not None:
+        alive.record(p)

@@ -142,12 +142,12 @@ def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def scaler_state(scaler: torch.amp.GradScaler, key: int) -> dict[str, Any]:
-    """Return what a scaler has noted of the optimizer with this id since `update()`; nothing public tells it."""
+    """Return what a scaler has recorded of the optimizer with this id since `update()`; nothing public tells it."""
     return scaler._per_optimizer_states.get(key, {})
 
 
-def look_for_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Let a scaler look for gradients that are not finite; in place of `unscale_`, which it refuses a second time."""
+def check_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let a scaler check for gradients that are not finite; in place of `unscale_`, which it refuses a second time."""
     scaler._check_inf_per_device(optimizer)
 
 
