@@ -150,7 +150,7 @@ def test_a_checkpoint_without_this_state_is_refused(comm, path):
     with pytest.raises(ValueError, match="key: expected one that the checkpoint has, got 'residuals'"):
         reductions.load(path, key="residuals")
     _, other = attached(W, "efsignsgd")
-    with pytest.raises(ValueError, match=r"checkpoint: expected the state of compressor qsgd.*, got that of topk"):
+    with pytest.raises(ValueError, match=r"checkpoint: expected the state of compressor efsignsgd.*, got that of topk"):
         other.load(path)
     _, other = attached(1, "topk", Linear())
     with pytest.raises(ValueError, match=r"checkpoint: expected residual of 'a\.weight', got none"):

@@ -229,7 +229,7 @@ def test_options_are_those_of_all_ranks(comm):
         ({"verify": -1}, "verify: expected at least 0"),
         ({"timeout": 0}, "timeout: expected seconds above 0"),
         ({"timeout": "5"}, "timeout: expected seconds"),
-        ({"dense_below": None}, "dense_below: expected an integer"),
+        ({"dense_below": 0.5}, "dense_below: expected an integer"),
         ({"overlap": 1}, "overlap: expected True or False"),
         ({"compressor": "topkk"}, "compressor: expected one of"),
         ({"compressor": 3}, "compressor: expected a name"),
