@@ -1,9 +1,16 @@
-"""Names that the examples in docstrings use, and what is not collected where no MPI library is found."""
+"""Names that the examples in docstrings use, an option, and what is not collected where no MPI library is found."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import sparsecoll
+
+
+def pytest_addoption(parser):
+    """An option, which tests that start pytest do not pass on, as an environment variable would be."""
+    parser.addoption("--passed", type=Path, metavar="FILE", help="run no test that FILE names, and add those that pass")
 
 
 @pytest.fixture(autouse=True)

@@ -36,11 +36,6 @@ def _world():
     return MPI.COMM_WORLD
 
 
-def pytest_addoption(parser):
-    """An option, which tests that start pytest do not pass on, as an environment variable would be."""
-    parser.addoption("--passed", type=Path, metavar="FILE", help="run no test that FILE names, and add those that pass")
-
-
 def _in_parallel(config):
     return TORCHRUN or config.getoption("--with-mpi", default=False)
 
