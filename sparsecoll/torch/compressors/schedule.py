@@ -93,8 +93,8 @@ class WarmUp(Schedule):
     """Falls from `start` to `density`, then stays constant.
 
     With `steps`, it falls by equal factors in `stages` stages: Deep Gradient Compression (Lin and others, ICLR 2018,
-    section 3.4) starts at 25 % and reaches 0.1 % after 4 epochs. Without, step t has 1 / (2t + 2): 1 % is reached after
-    50 steps, which have sent as much as two of dense training.
+    section 3.4) starts at 25 % and reaches 0.1 % after 4 epochs. Without, the density of step t is 1 / (t + 1): 1 % is
+    reached after 100 steps, which have sent as many entries as four gradients have.
 
     Args:
         density: final density, in (0, 1].
@@ -108,7 +108,7 @@ class WarmUp(Schedule):
 
     >>> [round(WarmUp(0.001, steps=8).at(step), 4) for step in (0, 2, 4, 6, 8)]
     [0.25, 0.0629, 0.0158, 0.004, 0.001]
-    >>> [WarmUp(0.01).at(step) for step in (0, 1, 4, 49)]
+    >>> [WarmUp(0.01).at(step) for step in (0, 3, 9, 99)]
     [0.25, 0.25, 0.1, 0.01]
     """
 
@@ -125,7 +125,7 @@ class WarmUp(Schedule):
 
     def at(self, step: int) -> float:
         if self.steps is None:
-            return max(self.density, min(self.start, 0.5 / (step + 1)))
+            return max(self.density, min(self.start, 1 / (step + 1)))
         stage = min(step * self.stages // self.steps, self.stages)
         return float(self.start * (self.density / self.start) ** (stage / self.stages))
 

@@ -56,7 +56,7 @@ class SparseSGD(torch.optim.Optimizer):
 
         optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    By default, each rank sends 1 % of the entries in 4 bits, and more in the first 50 steps (`compressors.sgdtopk`).
+    By default, each rank sends 1 % of the entries in 4 bits, and more in the first 100 steps (`compressors.sgdtopk`).
     Momentum m acts on a gradient before it enters the residual, where waiting acts like momentum, too. So each `step`
     s = 1, 2, ..., with learning rate a, P ranks, and m' = max(0, 1 - 3 (1 - m)), is
 
