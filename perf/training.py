@@ -41,7 +41,7 @@ COMPRESSORS = {
     "dgc 1 %": dgc(0.01),
     "dgc 0.1 %": dgc(0.001),
     "nesterovtopk 1 %": nesterovtopk(0.01),
-    **{f"{name} 1 %": name for name in ("densestream", "gaussiank", "mstopk", "randomk", "dragonn")},
+    **{f"{name} 1 %": name for name in ("sgdtopk", "densestream", "gaussiank", "mstopk", "randomk", "dragonn")},
     "efsignsgd": "efsignsgd",
     "qsgd 8 bits": QSGD(8),
     "qsgd 2 bits": QSGD(2),

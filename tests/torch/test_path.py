@@ -1,5 +1,6 @@
 """The files of the adapter that a training step enters, once the first steps have been taken."""
 
+import gc
 import sys
 import threading
 from pathlib import Path
@@ -23,7 +24,7 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize(("name", "most"), [("DistributedOptimizer", 15), ("SparseSGD", 14)])
+@pytest.mark.parametrize(("name", "most"), [("DistributedOptimizer", 15), ("SparseSGD", 15)])
 def test_a_step_enters_few_files(name, most):
     entered, recording, before = set(), threading.Event(), sys.gettrace()
 
@@ -46,10 +47,13 @@ def test_a_step_enters_few_files(name, most):
         sparsecoll.allreduce(comm, {0: 1.0})
         recording.clear()
 
+    gc.collect()
+    gc.disable()  # finalizers of what other tests have left behind are not on the path
     threading.settrace(trace)
     try:
         simulate(2, program)
     finally:
         threading.settrace(None)
         sys.settrace(before)
+        gc.enable()
     assert "reduction/buckets.py" in entered and len(entered) <= most, sorted(entered)

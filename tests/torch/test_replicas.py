@@ -176,7 +176,7 @@ def test_an_optimizer_that_another_one_has_replaced_raises_when_it_steps(overlap
         first = wrapped(model, comm, overlap=overlap)
         second = wrapped(model, comm, overlap=overlap)
         train(comm, model, second, range(2))  # as when a cell of a notebook is run again
-        with pytest.raises(RuntimeError, match=r"expected parameters that no other one updates, got '0\.weight'"):
+        with pytest.raises(RuntimeError, match=r"expected parameters that no other optimizer updates, got '0\.weight'"):
             train(comm, model, first, range(2))
         return bits(model)
 
