@@ -64,10 +64,11 @@ import sparsecoll
 
 for comm in (None, MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()):
     try:
-        print("summed", sparsecoll.allreduce(comm, {0: 1}))
+        line = f"summed {sparsecoll.allreduce(comm, {0: 1})}"
     except RuntimeError as error:
-        print("refused", error)
-print("self", sparsecoll.allreduce(MPI.COMM_SELF, {0: 1}))
+        line = f"refused {error}"
+    print(line + "\\n", end="")  # in one piece, since ranks print into one pipe
+print(f"self {sparsecoll.allreduce(MPI.COMM_SELF, {0: 1})}\\n", end="")
 """
 
 
