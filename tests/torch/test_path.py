@@ -24,7 +24,7 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize(("name", "most"), [("DistributedOptimizer", 15), ("SparseSGD", 15)])
+@pytest.mark.parametrize(("name", "most"), [("DistributedOptimizer", 15), ("SparseSGD", 16)])
 def test_a_step_enters_few_files(name, most):
     entered, recording, before = set(), threading.Event(), sys.gettrace()
 
