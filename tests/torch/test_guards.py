@@ -299,3 +299,20 @@ def test_momentum_that_rows_do_not_get_is_told_once(caplog, optimizer, compresso
     assert "gradients get both" not in caplog.text
     assert len([r for r in caplog.records if "is not applied to the sparse gradient of" in r.message]) == warnings
     assert ("of '0.weight': give this table" in caplog.text or "of '1.weight': give" in caplog.text) == bool(warnings)
+
+
+def test_hooks_that_are_gone_leave_nothing_behind():
+    """A pair of hooks in the steps of all optimizers, however many loops there have been."""
+    from torch.optim import optimizer as torchs
+
+    def hooks():
+        return len(torchs._global_optimizer_pre_hooks), len(torchs._global_optimizer_post_hooks)
+
+    def program(comm):
+        HookState(comm, "topk", net())
+
+    simulate(2, program)
+    before = hooks()
+    for _ in range(3):
+        simulate(2, program)
+    assert hooks() == before

@@ -12,10 +12,11 @@ A step makes the residuals permanent; one that is skipped restores them.
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from collections.abc import Callable
 from enum import Enum, auto
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,9 +203,9 @@ class Steps:
 
     def follow_optimizers(self, compressor: Compressor, warns: bool) -> None:
         """Hook the steps of all optimizers; those with these parameters count, and must suit the compressor."""
-        known = weakref.WeakSet[torch.optim.Optimizer]()
-        register_optimizer_step_pre_hook(partial(_before, weakref.ref(self), compressor, known if warns else None))
-        register_optimizer_step_post_hook(partial(_after, weakref.ref(self)))
+        with _LOCK:
+            _hook_all_steps()
+            _FOLLOWING[self] = compressor, weakref.WeakSet() if warns else None
 
     def enter(self, optimizer: Any, evaluates: bool) -> None:
         """An optimizer begins to step; what it changes until `leave` is its own.
@@ -256,39 +257,47 @@ class Steps:
         self._marks = {name: _mark(mark.param) for name, mark in self._marks.items()}
 
 
-def _before(
-    steps: weakref.ref[Steps],
-    compressor: Compressor,
-    known: weakref.WeakSet[torch.optim.Optimizer] | None,
-    optimizer: torch.optim.Optimizer,
-    args: Any,
-    options: Any,
-) -> None:
+Known = weakref.WeakSet[torch.optim.Optimizer]
+_FOLLOWING: weakref.WeakKeyDictionary[Steps, tuple[Compressor, Known | None]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+@functools.cache
+def _hook_all_steps() -> None:
+    """Hook the steps of all optimizers, once in a process: torch would call the hooks of loops that are gone, too."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _following(optimizer: torch.optim.Optimizer) -> list[tuple[Steps, Named, Compressor, Known | None]]:
+    """Return those that have parameters of an optimizer, and which; how they must suit, and what is known to do so."""
+    with _LOCK:
+        alive = list(_FOLLOWING.items())
+    return [(steps, params, *suits) for steps, suits in alive if (params := steps.of(optimizer))]
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     """A hook before the steps of all optimizers."""
-    alive = steps()
-    if alive is None or not (params := alive.of(optimizer)):
-        return
-    if is_trial_step(optimizer):  # which changes nothing but versions
-        alive.commit_or_rollback()
-        return
-    if known is not None and optimizer not in known:
-        known.add(optimizer)
-        warn_of_adam(optimizer, compressor)
-        rows = {id(p) for p in params.values() if p.grad is not None and p.grad.is_sparse}
-        warn_of_momentum(optimizer, compressor, rows)
-    alive.enter(optimizer, len(args) > 1 or bool(options))
+    for steps, params, compressor, known in _following(optimizer):
+        if is_trial_step(optimizer):  # which changes nothing but versions
+            steps.commit_or_rollback()
+            continue
+        if known is not None and optimizer not in known:
+            known.add(optimizer)
+            warn_of_adam(optimizer, compressor)
+            rows = {id(p) for p in params.values() if p.grad is not None and p.grad.is_sparse}
+            warn_of_momentum(optimizer, compressor, rows)
+        steps.enter(optimizer, len(args) > 1 or bool(options))
 
 
-def _after(steps: weakref.ref[Steps], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A hook after the steps of all optimizers."""
-    alive = steps()
-    if alive is None or not (params := alive.of(optimizer)):
-        return
-    if is_trial_step(optimizer):
-        alive.pass_over()
-    else:
-        alive.leave(optimizer)
-        alive.stepped(params)
+    for steps, params, *_suits in _following(optimizer):
+        if is_trial_step(optimizer):
+            steps.pass_over()
+        else:
+            steps.leave(optimizer)
+            steps.stepped(params)
 
 
 class _Mark(NamedTuple):
