@@ -295,8 +295,8 @@ class TopKCompressor(ErrorFeedback):
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
         """Clear u at the entries of `sent` that entered the sum; `contributed` may have other indices, too."""
-        if self._velocity is None or self._algorithm.takes_dense:  # all values are sent in every step
-            return
+        if self._velocity is None or self._algorithm.takes_dense or self._k == self.layout.length:
+            return  # all values are sent in every step
         velocity = self._velocity.trial
         assert velocity is not None
         if isinstance(contributed, DenseVector):

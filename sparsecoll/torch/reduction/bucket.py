@@ -146,14 +146,14 @@ class Bucket:
         Without a residual, write b * gradient.
         """
         out = self.gradient_buffer()
-        views = self.layout.split(out.tensor)
-        if residual is None:
-            out.tensor.zero_()
-        kept = views if residual is None else self.layout.by_name(residual)
+        views, kept = self.layout.split(out.tensor), {} if residual is None else self.layout.by_name(residual)
         for name, p in self.params.items():
-            gradient, acc, old, (a, b) = p.grad, views[name], kept[name], weights[name]
+            gradient, acc, old, (a, b) = p.grad, views[name], kept.get(name), weights[name]
             if gradient is not None and gradient.shape != acc.shape:
                 raise ValueError(f"gradient: expected shape {tuple(acc.shape)}, got {tuple(gradient.shape)}")
+            if old is None:
+                self._copy_in(acc, gradient, 1 / b)
+                continue
             if gradient is not None and a == 1 and not gradient.is_sparse:
                 torch.add(old, gradient, alpha=b, out=acc)
                 continue
