@@ -169,6 +169,22 @@ def test_is_trial_step():
     assert seen == [True, False]
 
 
+def test_is_called_by_scaler():
+    class Asking(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self):
+            called.append(private.is_called_by_scaler(self))
+
+    called, scaler = [], torch.amp.GradScaler("cpu")
+    optimizer = Asking([torch.nn.Parameter(torch.ones(1))], 0.1)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    scaler.scale(torch.ones(1))
+    scaler.step(optimizer)
+    optimizer.step()
+    assert called == [True, False]
+
+
 def test_scaler_state():
     scaler, optimizer = scaled(float("inf"))
     assert private.scaler_state(scaler, id(optimizer)) == {}

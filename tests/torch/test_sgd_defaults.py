@@ -1,6 +1,7 @@
 """The default of SparseSGD, and of DistributedOptimizer with torch.optim.SGD: SGD's own values, compressed."""
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -38,9 +39,9 @@ def sparse_sgd(model, comm, momenta, **settings):
     return SparseSGD(groups_of(model, momenta), 0.2, comm=comm, density=DENSITY, format="coo", model=model, **settings)
 
 
-def distributed(model, comm, momenta, **settings):
+def distributed(model, comm, momenta, density=DENSITY, **settings):
     inner = torch.optim.SGD(groups_of(model, momenta), 0.2, **settings)
-    return DistributedOptimizer(inner, model, comm, sgdtopk(DENSITY, format="coo"))
+    return DistributedOptimizer(inner, model, comm, sgdtopk(density, format="coo"))
 
 
 def trained(comm, make, momenta, settings):
@@ -55,7 +56,7 @@ def trained(comm, make, momenta, settings):
     return [p.detach().numpy().copy() for p in model.parameters()]
 
 
-def expected(ranks, momenta, settings):
+def expected(ranks, momenta, settings, density=DENSITY):
     """The formula of SparseSGD's docstring, on flat vectors."""
     model = net(seed=0)
     params = list(model.parameters())
@@ -66,7 +67,7 @@ def expected(ranks, momenta, settings):
     decay, damp = settings.get("weight_decay", 0.0), 1 - settings.get("dampening", 0.0)
     sign = -1 if settings.get("maximize") else 1
     residual, velocity = np.zeros((2, ranks, len(m)))
-    k = round(DENSITY * len(m))
+    k = round(density * len(m))
     for step in range(STEPS):
         total = np.zeros(len(m))
         for rank in range(ranks):
@@ -76,7 +77,9 @@ def expected(ranks, momenta, settings):
             residual[rank] += velocity[rank]
             sent = np.argsort(-abs(residual[rank]), kind="stable")[:k]
             total[sent] += residual[rank, sent]
-            residual[rank, sent] = velocity[rank, sent] = 0
+            residual[rank, sent] = 0
+            if k < len(m):
+                velocity[rank, sent] = 0
         lr = 0.2 * (1, 0.5, 0.1)[step % 3]
         rate = lr * damp * (1 - inside) / (1 - m) * (1 - m ** (step + 1)) / (1 - inside ** (step + 1))
         w = np.concatenate([p.detach().numpy().ravel() for p in params])
@@ -98,6 +101,40 @@ def test_steps_are_those_of_the_formula(name, momenta, make):
     for got in results:
         for one, two in zip(got, expected(3, momenta, settings), strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-9)
+
+
+def test_momentum_stays_where_nothing_waits():
+    """All entries are sent in every step."""
+    make = partial(distributed, density=1.0)
+    for got in simulate(3, lambda comm: trained(comm, make, (None, None), SETTINGS["momentum"])).results:
+        for one, two in zip(got, expected(3, (None, None), SETTINGS["momentum"], 1.0), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("compressor", [None, "topk", "nesterovtopk"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_clipping_means_that_have_momentum_is_warned_of(overlap, compressor, caplog):
+    """Once, with the cure; where gradients are local until the step, of what clips each rank's own ones."""
+
+    def program(comm):
+        model = net()
+        momentum = 0.9 if compressor is None else 0.0
+        inner = torch.optim.SGD(model.parameters(), 0.1, momentum)
+        optimizer = DistributedOptimizer(inner, model, comm, compressor, overlap=overlap)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(2, program)
+    lines = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "as clipping does" in text]
+    assert len(lines) == (not overlap or compressor != "topk")
+    if lines:
+        has_momentum = compressor != "topk"
+        cures = ["Pass overlap=False", "Leave it so", "call synchronize() first"]
+        assert cures[0 if overlap else 1 if has_momentum else 2] in lines[0]
 
 
 def test_the_defaults_of_both_learn_alike():

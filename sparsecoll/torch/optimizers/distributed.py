@@ -15,7 +15,6 @@ from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compress
 from sparsecoll.torch.optimizers.sgd_rules import (
     check_momentum,
     compressor_for,
-    restoring_groups,
     tell,
     without_momentum,
 )
@@ -24,8 +23,9 @@ from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
-from sparsecoll.torch.tensors.model import Named, model_of, named
-from sparsecoll.torch.tensors.private import is_trial_step, state_dict_hooks
+from sparsecoll.torch.replica.replica import restoring_groups
+from sparsecoll.torch.tensors.model import Named, model_of, named, of_optimizer
+from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, state_dict_hooks
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 
@@ -139,14 +139,16 @@ class Wrapper(torch.optim.Optimizer):
 class DistributedOptimizer(Wrapper):
     """Wraps an optimizer, which then uses the mean of all ranks' gradients. Gradients are sent compressed.
 
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compressor="topk")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(optimizer, model)
 
     Write the training loop as for DistributedDataParallel. Gradients are collected in buckets, and a progress thread
     compresses and reduces each bucket while back-propagation continues. When `backward()` returns, every `p.grad` is
     the mean, with the same bits on all ranks. Clipping, GradScaler, checks of the norm, skipped steps (`zero_grad()`
-    instead of `step()`) and closures therefore work as on one process with the global batch. The first step does not
-    overlap: it records the order of the gradients on rank 0, which all ranks use from then on.
+    instead of `step()`) and closures therefore work as on one process with the global batch. Only with a compressor
+    that has momentum, as the default with SGD, do means have another norm than the gradient, so that rank 0 warns of
+    clipping: pass `overlap=False`. The first step does not overlap: it records the order of the gradients on rank 0,
+    which all ranks use from then on.
 
     Parameters and buffers are broadcast from rank 0 at the start; buffers that a forward pass has changed (BatchNorm's
     running statistics) are set to rank 0's at the end of each back-propagation. A parameter that only some ranks use
@@ -336,7 +338,7 @@ class DistributedOptimizer(Wrapper):
     @agreeing("_engine.replica.agreed")
     def _skips(self, closure: Any) -> bool:
         """Make gradients the means, unless a closure does; return whether the GradScaler skips this step."""
-        has_scaler = self._scaling.scaler is not None or "found_inf" in vars(self)
+        has_scaler = self._scaling.scaler is not None or is_called_by_scaler(self)
         if has_scaler and not self._engine.closed and self._scaling.check(self):
             self._engine.ensure_means()
             if self._scaling.overflows(self):
@@ -391,16 +393,3 @@ class DistributedOptimizer(Wrapper):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
-
-
-def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
-    """Return the named parameters; raise unless all of the optimizer's are among them."""
-    known = {id(p) for p in params.values()}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in known:
-                raise ValueError(
-                    "named_parameters: expected all of the optimizer's parameters,"
-                    f" one of shape {tuple(p.shape)} is missing"
-                )
-    return params

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors import Compressor, as_compressor
-from sparsecoll.torch.optimizers.distributed import Wrapper, of_optimizer
-from sparsecoll.torch.reduction.grad_scaler import forget, is_called_by_scaler
+from sparsecoll.torch.optimizers.distributed import Wrapper
+from sparsecoll.torch.reduction.grad_scaler import forget
 from sparsecoll.torch.reduction.window import Window, is_finite
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.replica.calls import JOINED, Options, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
-from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named
-from sparsecoll.torch.tensors.private import is_trial_step, values_of
+from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named, of_optimizer
+from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, values_of
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall

@@ -15,18 +15,7 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
-from sparsecoll.torch.optimizers.sgd_rules import (
-    RowUpdate,
-    Rule,
-    Update,
-    check_group,
-    common,
-    compressor_of,
-    names_of,
-    restoring_groups,
-    tell,
-    updates,
-)
+from sparsecoll.torch.optimizers.sgd_rules import check_group, common, compressor_of, names_of, take_step, tell, updates
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
@@ -40,11 +29,11 @@ from sparsecoll.torch.replica.calls import (
     communicator,
     mean_loss,
 )
-from sparsecoll.torch.replica.guards import fingerprint, refuse_wrapped
-from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.guards import NO_MEAN, fingerprint, refuse_wrapped
+from sparsecoll.torch.replica.replica import Replica, restoring_groups
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Watch, model_of, momenta_of
-from sparsecoll.torch.tensors.private import is_trial_step
+from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 
@@ -75,11 +64,9 @@ class SparseSGD(torch.optim.Optimizer):
         3. residual = acc - contributed                     (line 6)
         4. w = w - u / P                                    (line 7; with momentum: v = m v + u / P, w = w - a v)
 
-    Without momentum, gradients in that residual therefore keep the learning rate at which they were computed, as in the
-    paper. With momentum they get that of the step in which they are applied, as do all gradients in torch's velocity.
-    With density=1 or algo="dense" the steps are thus those of torch.optim.SGD on the mean gradient under every
-    schedule, also one that passes through 0. Weight decay and momentum act on values that are the same on all ranks,
-    and are never compressed.
+    Without momentum, gradients in that residual keep the learning rate at which they were computed; otherwise they get
+    that of the step in which they are applied, as in torch's velocity. With density=1 or algo="dense" the steps are
+    those of torch.optim.SGD on the mean gradient, under every schedule.
 
     A step is taken on all ranks or on none: an exception on one rank is raised on all ranks and changes nothing, and
     training may continue. Parameters and, if the model is known, buffers are broadcast from rank 0 at the start;
@@ -93,8 +80,7 @@ class SparseSGD(torch.optim.Optimizer):
 
     Gradients are local to each rank until `step`, so accumulating them needs no `no_sync`. `zero_grad` instead of
     `step` skips a step; all ranks must take the same number of steps (see `join`). Clipping before `step` clips each
-    rank's own gradients, unlike on one process with the global batch, and rank 0 logs a warning. DistributedOptimizer
-    clips the mean. With `grad_scaler`, all ranks skip a step in which one of them has an overflow.
+    rank's own gradients, and rank 0 logs a warning. With `grad_scaler`, all ranks skip a step with an overflow.
 
     Args:
         params: parameters or groups of them, as in torch, the same in the same order on every rank. Those that require
@@ -128,7 +114,7 @@ class SparseSGD(torch.optim.Optimizer):
         RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
 
     Volume of a step: the algorithm's, and one message of a few bits for each parameter, to all ranks. Memory: the
-    residual twice (n values each; float32 for half-precision parameters) and, with momentum, the buffers.
+    residual twice (n values each; float32 for half-precision parameters), and the velocity, without `algo` twice.
     """
 
     def __init__(
@@ -160,7 +146,8 @@ class SparseSGD(torch.optim.Optimizer):
         transport, known = communicator(comm, timeout), model_of(params) if model is None else model
         self._built = False
         watched = transport.rank == 0 and transport.size > 1
-        self._watch = Watch("SparseSGD", "DistributedOptimizer clips the mean") if watched else None
+        cure = NO_MEAN if algo is None else "DistributedOptimizer clips the mean"
+        self._watch = Watch("SparseSGD", cure) if watched else None
 
         def build(_: CollectiveCall) -> tuple[SparseSum, Options, Scaling]:
             compressor = compressor_of(algo, density, k, format, value_dtype, row_density)
@@ -243,7 +230,7 @@ class SparseSGD(torch.optim.Optimizer):
         """
         if is_trial_step(self):
             return self._make_state()
-        has_scaler = self._scaling.scaler is not None or "found_inf" in vars(self)
+        has_scaler = self._scaling.scaler is not None or is_called_by_scaler(self)
         scaling = self._scaling if has_scaler and self._scaling.check(self) else None
         loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.options.timeout)
         if self._watch is not None:
@@ -304,25 +291,19 @@ class SparseSGD(torch.optim.Optimizer):
             self._flat.commit(self.param_groups)
         self._replica.context.step += 1
         groups = {p: group for group in self.param_groups for p in group["params"]}
+        size, steps = self._replica.transport.size, self._replica.context.step * self._flat.keeps_momentum
         try:
             for bucket, value in sums:
                 with bucket.layout.device.stream_context():
                     for name, update in updates(bucket.layout, value):
                         p = bucket.params[name]
                         if name in outcome.used or update:
-                            self._apply(p, update, groups[p])
+                            take_step(p, update, self.state, groups[p], size, steps)
         except Exception as error:
             self._replica.suspect = True
             logger.error("rank %d: the step failed: %s", self._replica.transport.rank, error)
             raise
         self._replica.compare_if_due()
-
-    def _apply(self, p: torch.Tensor, update: Update, group: dict[str, Any]) -> None:
-        """Apply torch.optim.SGD's step on the mean gradient to one parameter."""
-        rule = Rule.of(group, self._replica.transport.size)
-        if self._flat.keeps_momentum and not isinstance(update, RowUpdate):
-            rule = rule.without_momentum(self._replica.context.step)
-        update.step(p, self.state, rule.in_units_of_lr() if self._flat.rated(group) else rule)
 
     # -- other ranks
 

@@ -7,7 +7,7 @@ import copy
 import functools
 import logging
 import numbers
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -171,21 +171,6 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {group['momentum']}")
-
-
-@contextlib.contextmanager
-def restoring_groups(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
-    """Context manager that yields the number of groups; if it raises, those that were added in it are removed.
-
-    All ranks raise then, and discard the buckets by `release`, which some may have done already.
-    """
-    count = len(groups)
-    try:
-        yield count
-    except Exception:
-        del groups[count:]
-        release()
-        raise
 
 
 @contextlib.contextmanager
@@ -353,3 +338,18 @@ def updates(layout: Layout, value: Vector | RowSparse) -> Iterator[tuple[str, Up
         return
     for name, offset, part in zip(layout.names, edges, value.split(edges), strict=False):
         yield name, SparseUpdate(part, offset, device)
+
+
+def take_step(p: torch.Tensor, update: Update, states: Any, group: dict[str, Any], ranks: int, steps: int) -> None:
+    """Take a step on the mean gradient.
+
+    Args:
+        update: the sum over the ranks.
+        states: the state of an optimizer, by parameter.
+        group: the options of torch.optim.SGD.
+        steps: number of steps up to this one, if the gradient has had momentum before its compression; otherwise 0.
+    """
+    rule = Rule.of(group, ranks)
+    if steps and not isinstance(update, RowUpdate):
+        rule = rule.without_momentum(steps)
+    update.step(p, states, rule if steps or rule.momentum else rule.in_units_of_lr())

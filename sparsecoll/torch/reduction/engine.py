@@ -27,7 +27,7 @@ from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import STATE, renamed_state
 from sparsecoll.torch.reduction.steps import State
 from sparsecoll.torch.replica.calls import NOTHING, Options, agreeing, mean_of_loss
-from sparsecoll.torch.replica.guards import refuse_ddp, warn_of_adam, warn_of_momentum
+from sparsecoll.torch.replica.guards import NO_MEAN, refuse_ddp, warn_of_adam, warn_of_clipping, warn_of_momentum
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.tensors.model import Named, Watch, momenta_of, options_of, rates_of
 from sparsecoll.torch.tensors.private import at_end_of_backward
@@ -73,8 +73,10 @@ class Engine(Owner):
         if transport.rank == 0:
             warn_of_adam(optimizer, compressor)
             warn_of_momentum(optimizer, compressor, self.replica.sparse_weights)
-        watched = not options.overlap and transport.rank == 0 and transport.size > 1
-        self._watch = Watch("overlap=False", "To clip the mean, call synchronize() first") if watched else None
+        has_momentum, watched = getattr(compressor, "momentum", 0.0) != 0, transport.rank == 0 and transport.size > 1
+        cure = NO_MEAN if has_momentum else "To clip the mean, call synchronize() first"
+        self._watch = Watch("overlap=False", cure) if watched and not options.overlap else None
+        self._watches_means = watched and options.overlap and has_momentum and scaling.scaler is None
         self._synchronizing = True
         self.asked = False
         before = getattr(optimizer, "register_step_pre_hook", None)
@@ -245,6 +247,9 @@ class Engine(Owner):
             self.discard()
             raise error
         self._reducer.restore_missing()
+        if self._watches_means and self._reducer.means.changed() is not None:
+            self._watches_means = False
+            warn_of_clipping(self._compressor)
 
     @contextlib.contextmanager
     def stepping(self, evaluates: bool = False) -> Iterator[None]:

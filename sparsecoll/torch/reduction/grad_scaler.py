@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from sparsecoll.torch.tensors.private import check_overflow, scale_device, scaler_state
+from sparsecoll.torch.tensors.private import check_overflow, is_called_by_scaler, scale_device, scaler_state
 
 
 def enabled(scaler: Any) -> torch.amp.GradScaler | None:
@@ -15,14 +15,6 @@ def enabled(scaler: Any) -> torch.amp.GradScaler | None:
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
     return scaler if scaler is not None and scaler.is_enabled() else None
-
-
-def is_called_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a GradScaler calls step() and leaves the decision to it, as `_step_supports_amp_scaling` asks for.
-
-    It then calls step() after an overflow, too, and sets these attributes meanwhile.
-    """
-    return "found_inf" in vars(optimizer)
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:

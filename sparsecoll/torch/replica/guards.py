@@ -19,6 +19,7 @@ from sparsecoll.transport.all_ranks import allgather
 
 logger = logging.getLogger(__name__)
 
+NO_MEAN = "Leave it so: with momentum before the compression, there is no mean gradient to clip"
 CURE = (
     "which would put its own, dense means in place of the compressed ones: leave the model as it is (with Accelerate,"
     " prepare_model(model, evaluation_mode=True)), or keep DistributedDataParallel and a plain optimizer and register"
@@ -127,6 +128,16 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
             option,
             whose,
         )
+
+
+def warn_of_clipping(compressor: Compressor) -> None:
+    """Warn that means have been changed that are no gradients any more."""
+    logger.warning(
+        "gradients were changed between backward() and step(), as clipping does: with %s they have momentum, and what"
+        " several steps have added up, so that their norm is another one than without compression. Pass overlap=False,"
+        " so that clipping acts on each rank's own gradients before they are compressed",
+        compressor.name,
+    )
 
 
 def warn_of_momentum_of_rows(name: str, momentum: float, context: StepContext) -> None:

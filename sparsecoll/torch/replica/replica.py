@@ -33,6 +33,21 @@ from sparsecoll.transport.call import CollectiveCall
 CURE = "(change the model and the optimizer on all ranks, between the same steps)"  # if ranks have other changes
 
 
+@contextlib.contextmanager
+def restoring_groups(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
+    """Context manager that yields the number of groups; if it raises, those that were added in it are removed.
+
+    All ranks raise then, and discard the buckets by `release`, which some may have done already.
+    """
+    count = len(groups)
+    try:
+        yield count
+    except Exception:
+        del groups[count:]
+        release()
+        raise
+
+
 class Members:
     """The parameters that a wrapper knows, compared with the optimizer's groups and with the model as they are now.
 

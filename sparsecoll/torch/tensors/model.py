@@ -217,6 +217,19 @@ def check_whole(params: Iterable[torch.Tensor]) -> None:
             )
 
 
+def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
+    """Return the named parameters; raise unless all of the optimizer's are among them."""
+    known = {id(p) for p in params.values()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in known:
+                raise ValueError(
+                    "named_parameters: expected all of the optimizer's parameters,"
+                    f" one of shape {tuple(p.shape)} is missing"
+                )
+    return params
+
+
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return the learning rates and momenta of an optimizer's groups, which must be the same on all ranks."""
     return {

@@ -141,6 +141,14 @@ def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:
 # -- GradScaler
 
 
+def is_called_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a GradScaler calls step() and leaves the decision to it, as `_step_supports_amp_scaling` asks for.
+
+    It then calls step() after an overflow, too, and sets this attribute meanwhile.
+    """
+    return "found_inf" in vars(optimizer)
+
+
 def scaler_state(scaler: torch.amp.GradScaler, key: int) -> dict[str, Any]:
     """Return what a scaler has recorded of the optimizer with this id since `update()`; nothing public tells it."""
     return scaler._per_optimizer_states.get(key, {})
