@@ -41,7 +41,7 @@ ADAPTER = {
     "Reducer._copy", "Reducer._isend", "Reducer._send_rest", "Reducer._job", "Reducer._failed",
     "Buckets.accept", "Buckets.commit", "Bucket.take_grad", "Bucket.new_grads", "Bucket.assign_grads", "Bucket.accept",
     "Bucket.reduce", "Bucket.mean_buffer",
-    "SparseSGD.step", "SparseSGD._reduced", "SparseSGD._round", "SparseSGD._update", "SparseSGD._apply",
+    "SparseSGD.step", "SparseSGD._reduced", "SparseSGD._round", "SparseSGD._update", "take_step",
     "Accumulator.sums", "Accumulator._accumulate", "Accumulator.commit", "Accumulator.fits", "Bucket.accumulate",
     "Window.begin_step", "Window.mean", "Window._mean", "Window._agree", "Window._start", "Window._reduce",
     "Window._reduce.<locals>.reduce", "Window._apply", "Window._finish", "Bucket.take_changes",

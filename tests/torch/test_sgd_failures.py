@@ -11,6 +11,7 @@ import sparsecoll
 from sparsecoll import CommunicationError, simulate
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch import SparseSGD
+from sparsecoll.torch.optimizers import sgd
 
 
 @pytest.mark.parametrize("number", [1, 3, 5, 8])
@@ -113,24 +114,27 @@ def test_a_closure_that_raises_on_one_rank_raises_on_all():
     assert len(set(simulate(P, program).results)) == 1
 
 
-def test_an_update_that_fails_on_one_rank_is_raised_on_all():
+def test_an_update_that_fails_on_one_rank_is_raised_on_all(monkeypatch):
+    take_step, calls, broken = sgd.take_step, [], []  # the state of the optimizer whose third update fails
+
+    def failing(p, update, states, *options):
+        if any(states is state for state in broken):
+            calls.append(1)
+            if len(calls) == 3:
+                raise MemoryError("no memory")
+        take_step(p, update, states, *options)
+
+    monkeypatch.setattr(sgd, "take_step", failing)
+
     def program(comm):
         model = net()
         optimizer = SparseSGD(model.parameters(), 0.1, comm=comm, algo="dense")
         train(comm, model, optimizer, range(2))
-        apply, calls = optimizer._apply, []
-
-        def failing(*arguments):
-            calls.append(1)
-            if len(calls) == 3:
-                raise MemoryError("no memory")
-            apply(*arguments)
-
         if comm.rank == 1:
-            optimizer._apply = failing
+            broken.append(optimizer.state)
         with pytest.raises(CommunicationError, match="rank 1 failed: MemoryError: no memory"):
             train(comm, model, optimizer, range(2, 4))  # the others have taken the step, and raise in their next one
-        optimizer._apply = apply
+        broken.clear()
         with pytest.raises(CommunicationError, match="after step 3, got others than rank 0's"):
             train(comm, model, optimizer, range(3, 4))
         optimizer.move(comm)
