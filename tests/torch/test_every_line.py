@@ -17,7 +17,7 @@ from nets import batch, bits, loss_of, net  # noqa: E402
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
 from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
-from sparsecoll.torch.optimizers import sgd  # noqa: E402
+from sparsecoll.torch.optimizers import sgd, sgd_rules  # noqa: E402
 from sparsecoll.torch.reduction import (  # noqa: E402
     accumulator,
     bucket,
@@ -32,7 +32,7 @@ P, CULPRIT, STEP = 3, 1, 2
 TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 12  # lines of a kind
 TEXT = f"rank {CULPRIT} failed: Injected: here"
 OPTIONS = {"bucket_bytes": 6000, "dense_below": 10}
-FILES = [module.__file__ for module in (accumulator, bucket, buckets, engine, hooks, reducer, sgd, window)]
+FILES = [module.__file__ for module in (accumulator, bucket, buckets, engine, hooks, reducer, sgd, sgd_rules, window)]
 ADAPTER = {
     "Engine.synchronize", "Engine.ensure_means", "Engine.before_step", "Engine.after_step", "Engine.accumulated",
     "synchronize_all.<locals>.agree", "Hooks.attach",
