@@ -45,7 +45,7 @@ BEST, TWICE = "allgather 1 %, 4 bits, Nesterov", "allgather 2 %, 4 bits, Nestero
 RATE, RATE_TWICE, BEFORE = f"{BEST}, rate", f"{TWICE}, rate", "allgather 1 %, 4 bits"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
 SHORTER = dict.fromkeys((BEST, TWICE, RATE, RATE_TWICE, BEFORE), 0.7)
-SHORTER |= {"oktopk 1 %, momentum 0.5": 0.5, "cltk 1 %, momentum 0.5": 0.5}
+SHORTER["oktopk 1 %, momentum 0.5"] = 0.5
 
 
 def corrected(make, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=False, follow_lr=False, **options):
@@ -69,12 +69,8 @@ CORRECTED = {  # (task, number of steps) -> compressor
     BEFORE: corrected(TopKCompressor, **FOUR_BITS),
     "oktopk 1 %, momentum 0.5": corrected(oktopk, momentum=0.5),
     "oktopk 1 %": corrected(oktopk),
-    "oktopk 1 %, warm-up": corrected(oktopk, warm_up=0.1),
     "allgather 1 %": corrected(TopKCompressor, algo="allgather"),
-    "allgather 1 %, warm-up": corrected(TopKCompressor, algo="allgather", warm_up=0.1),
     "densestream 1 %": corrected(densestream),
-    "cltk 1 %": corrected(TopKCompressor, algo="cltk"),
-    "cltk 1 %, momentum 0.5": corrected(TopKCompressor, momentum=0.5, algo="cltk"),
     "exdyna 1 %": corrected(TopKCompressor, algo="exdyna"),
     "arctopk 1 %": corrected(TopKCompressor, algo="arctopk"),
     "dgc 1 %": lambda task, _: dgc(DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),
@@ -84,7 +80,6 @@ LOCAL = "10 local steps, 10 %, 4 bits"  # of LocalOptimizer, for AdamW
 OTHERS = {
     "dense": lambda *_: "none",
     DROP_IN: lambda *_: None,
-    "dense, Nesterov": lambda *_: "none",
     "oktopk 1 %, momentum outside": lambda *_: oktopk(DENSITY),
     "powersgd rank 4": lambda *_: PowerSGD(4),
     "acpsgd rank 4": lambda *_: ACPSGD(4),
@@ -115,7 +110,7 @@ def optimizers(task, line, model, comm, steps):
         inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
     else:
         momentum = 0.0 if line in CORRECTED else MOMENTUM
-        inner = torch.optim.SGD(model.parameters(), lr, momentum=momentum, nesterov=line == "dense, Nesterov")
+        inner = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
     if line in DDP:
         return inner, inner
     compressor = LINES[line](task, steps)
