@@ -12,8 +12,8 @@ from sparsecoll.torch.compressors.topk import TopKCompressor
 def sgdtopk(density: Density | None = None, **options: Any) -> TopKCompressor:
     """Top k for torch.optim.SGD with the learning rate and the momentum of dense training (docs/convergence.md).
 
-    Each rank's top k with values of 4 bits, an allgather, and momentum correction with factor masking (Deep Gradient
-    Compression, sections 3.1 to 3.3) in place of SGD's momentum; the default of SparseSGD and, with torch.optim.SGD, of
+    Each rank's top k with values of 4 bits, an allgather, and Nesterov momentum with correction and factor masking
+    (Deep Gradient Compression, sections 3.1 to 3.3) in place of SGD's momentum; the default of SparseSGD and, with torch.optim.SGD, of
     DistributedOptimizer. See `sparsecoll.torch.SparseSGD` for the momentum. In loops that do not know the optimizer
     (DDP's hook, FSDP) use `nesterovtopk`.
 

@@ -57,7 +57,8 @@ class TopKCompressor(ErrorFeedback):
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients. Residuals keep the rounding error; rows that are sent without a residual lose it.
         momentum: factor of the momentum correction, in [0, 1) (default: 0, none). None takes the place of the momentum
-            of SparseSGD, or of the torch.optim.SGD that DistributedOptimizer wraps: of m, it makes 1 - 3 (1 - m), or 0.
+            of SparseSGD, or of the torch.optim.SGD that DistributedOptimizer wraps: of m, it makes Nesterov momentum of
+            1 - 3 (1 - m), or 0.
         nesterov: Nesterov momentum: u = momentum * (u + gradient), and u + gradient replaces the gradient (default:
             False).
         follow_lr: whether residuals are multiplied by the learning rate of the last step and divided by that of this
@@ -179,12 +180,13 @@ class TopKCompressor(ErrorFeedback):
     def _add_momentum(self, velocity: Array, new: Array) -> None:
         """Add the velocity to the gradient in the pass that selects, or at once if the factors differ."""
         factors, edges = self._momenta(), self.layout.offsets
+        nesterov = self.nesterov or self.momentum is None
         if len(set(factors)) == 1:
-            self.acc.momentum_later(Momentum(velocity, factors[0], new, self.nesterov))
+            self.acc.momentum_later(Momentum(velocity, factors[0], new, nesterov))
             return
         acc = self.acc.flush().values
         for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
-            before = acc[a:b].copy() if self.nesterov else 0
+            before = acc[a:b].copy() if nesterov else 0
             new[a:b] = factor * (velocity[a:b] + before) + (acc[a:b] - before)
             acc[a:b] = new[a:b] + before
 
