@@ -7,7 +7,7 @@ import pytest
 import torch
 from one_bucket import normal, one, step
 
-from sparsecoll import Algorithm, ExDyna, LowBit, Reduction, SparseVector, select, simulate
+from sparsecoll import Algorithm, CLTk, LowBit, Reduction, SparseVector, select, simulate
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp
 from sparsecoll.torch.compressors import ErrorFeedback, StepContext, TopKCompressor, as_compressor, dgc, gaussiank
 from sparsecoll.torch.compressors.versions import Rates, Versions
@@ -27,7 +27,15 @@ def test_topk_by_layer_takes_each_layers_share():
     assert np.flatnonzero(results[0]).tolist() == [*range(54, 60), *range(80, 100)]
 
 
-@pytest.mark.parametrize("algo", ["dense", LowBit(), "exdyna", "arctopk", ExDyna(tau_prime=2)], ids=str)
+class SelectsByItself(CLTk):
+    """An algorithm of the user's that takes no selector."""
+
+    def __post_init__(self):
+        if self.selector is not None:
+            raise ValueError(f"selector: expected None with an algorithm, which selects by itself, got {self.selector}")
+
+
+@pytest.mark.parametrize("algo", ["dense", LowBit(), SelectsByItself()], ids=str)
 def test_a_selector_without_effect_is_refused(algo):
     for make in (lambda: TopKCompressor(algo=algo, selector=select.GaussianK()), lambda: gaussiank(algo=algo)):
         with pytest.raises(ValueError, match=r"selector: expected None with .*, which .*, got GaussianK"):
@@ -35,11 +43,10 @@ def test_a_selector_without_effect_is_refused(algo):
     dgc(algo=algo, selector=None)
 
 
-def test_a_selector_of_layers_goes_with_algorithms_that_select_by_themselves():
+def test_a_selector_of_layers_goes_with_an_algorithm_that_selects_by_itself():
     g = [np.arange(1, 101, dtype=np.float32)]
-    for algo in ("exdyna", "arctopk"):
-        method = TopKCompressor({"p0": 0.1, "*": 0.5}, algo=algo, selector=select.SampledThreshold())
-        assert 0 < np.count_nonzero(one(method, g, shapes=((60,), (40,)))[0][0][0]) < 60
+    method = TopKCompressor({"p0": 0.1, "*": 0.5}, algo=SelectsByItself(), selector=select.SampledThreshold())
+    assert 0 < np.count_nonzero(one(method, g, shapes=((60,), (40,)))[0][0][0]) < 60
 
 
 def test_warm_up_selects_what_it_says():

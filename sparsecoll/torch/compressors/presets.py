@@ -101,7 +101,7 @@ def dgc(density: Density = 0.01, **options: Any) -> TopKCompressor:
 
     Args:
         density: as in `TopKCompressor`.
-        **options: of `TopKCompressor`; an `algo` that selects by itself, or "dense", needs `selector=None`.
+        **options: of `TopKCompressor`; an `algo` that takes no selector, or "dense", needs `selector=None`.
 
     Returns:
         TopKCompressor with `algo="allgather"`, `selector=select.SampledThreshold()` and `momentum=0.9`.

@@ -52,7 +52,7 @@ class TopKCompressor(ErrorFeedback):
             "auto").
         selector: the selector of `sparsecoll.select`; None, the default, for the algorithm's own selection, or exact
             top-k if it has none. It must be None with an algorithm that sends all values and, unless `density` is a
-            mapping, with one that always selects by itself ("exdyna", "arctopk").
+            mapping, with one that takes no selector.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients. Residuals keep the rounding error; rows that are sent without a residual lose it.
@@ -107,7 +107,7 @@ class TopKCompressor(ErrorFeedback):
                     f"selector: expected None with {algorithm.name}, which sends all values, got {self.selector!r}"
                 )
             if not densities.by_layer:
-                replace(algorithm, selector=self.selector)  # raises if the algorithm selects by itself
+                replace(algorithm, selector=self.selector)  # raises if the algorithm takes none
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
         if self.nesterov and self.momentum == 0:
