@@ -22,7 +22,7 @@ from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import record, span
 from sparsecoll.torch.compressors.schedule import Density, Schedule, check_density, without_addresses
-from sparsecoll.torch.compressors.versions import Rates, Versioned, Versions
+from sparsecoll.torch.compressors.versions import Versioned, Versions
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.torch.tensors.private import profiled
 from sparsecoll.transport import Transport
@@ -40,13 +40,11 @@ class StepContext:
 
     Attributes:
         step: number of steps taken before this one.
-        rates: returns the learning rates of named parameters in this step; None in loops that do not know them.
         momenta: returns the optimizer's momenta of named parameters; None in loops that do not know them.
         warned: whether rank 0 has warned that the compressor's momentum is not that of rows.
     """
 
     step: int = 0
-    rates: Callable[[Sequence[str]], list[float]] | None = None
     momenta: Callable[[Sequence[str]], list[float]] | None = None
     warned: bool = False
 
@@ -247,13 +245,10 @@ class ErrorFeedback(Compressor):
 
     takes_source = True
     keeps_gradient = True
-    follow_lr = False  # whether residuals follow the learning rate
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
         self._residual = self.versions.add(self._first_residual())
-        self._rates = Rates(layout.names, context.rates) if self.follow_lr else Rates((), lambda _: [])
-        self.versions.add(self._rates)
 
     def _first_residual(self) -> Versioned:
         layout = self.layout
@@ -302,8 +297,7 @@ class ErrorFeedback(Compressor):
             np.subtract(acc.values, sent.values, out=acc.values)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        residual = {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}
-        return residual | ({"rate": self._rates.state()} if self.follow_lr else {})
+        return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}
 
 
 class Shown:

@@ -60,10 +60,6 @@ class TopKCompressor(ErrorFeedback):
             of SparseSGD, or of the torch.optim.SGD that DistributedOptimizer wraps: of m, it makes 1 - 3 (1 - m), or 0.
         nesterov: Nesterov momentum: u = momentum * (u + gradient), and u + gradient replaces the gradient (default:
             False).
-        follow_lr: whether residuals are multiplied by the learning rate of the last step and divided by that of this
-            one. Values from the residual are then applied at the learning rates of the steps in which they were
-            computed. For learning-rate schedules in DistributedOptimizer; the DDP hook and FSDP do not know the rate
-            (default: False).
         clip: norm N; the gradients of a rank are clipped to a norm of N / sqrt(P) (section 3.2). None, the default, for
             no clipping.
         clip_by: "parameter" (the default) clips each parameter by its own norm; "bucket" clips by the norm of all
@@ -79,7 +75,6 @@ class TopKCompressor(ErrorFeedback):
     """
 
     name = "topk"
-    replicated_state = frozenset({"rate"})
 
     density: Density = 0.01
     algo: str | Algorithm = "auto"
@@ -88,7 +83,6 @@ class TopKCompressor(ErrorFeedback):
     value_dtype: str | None = None
     momentum: float = 0.0
     nesterov: bool = False
-    follow_lr: bool = False
     clip: float | None = None
     clip_by: str = "parameter"
     row_density: Density | None = None
@@ -151,7 +145,6 @@ class TopKCompressor(ErrorFeedback):
         return super().for_rows() | {
             "density": self.row_density,
             "value_dtype": self.value_dtype,
-            "follow_lr": self.follow_lr and self.row_density is not None,
             "clip": self.clip,
             "momentum": self.momentum or 0.0,  # of None, the optimizer's own stays
         }
@@ -166,7 +159,7 @@ class TopKCompressor(ErrorFeedback):
         if self._velocity is not None:
             self._velocity.trial = self.versions.empty()
             self._add_momentum(self._velocity.current, self._velocity.trial)
-        self._add_residual(scale)
+        self.acc.add_later(self._residual.current, scale)
         return self.acc
 
     def _momenta(self) -> list[float]:
@@ -187,17 +180,6 @@ class TopKCompressor(ErrorFeedback):
             before = acc[a:b].copy() if self.nesterov else 0
             new[a:b] = factor * (velocity[a:b] + before) + (acc[a:b] - before)
             acc[a:b] = new[a:b] + before
-
-    def _add_residual(self, scale: float) -> None:
-        """Form acc in the pass that selects, or at once if learning rates have changed by different factors."""
-        residual = self._residual.current
-        factors = self._rates.factors() or [1.0]
-        if len(set(factors)) == 1:
-            self.acc.add_later(residual, scale * factors[0])
-            return
-        acc, edges = self.acc.flush().values, self.layout.offsets
-        for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
-            acc[a:b] += scale * factor * residual[a:b]
 
     def _clip(self, gradient: Array, most: float) -> None:
         whole = [self.layout.device.tensor(gradient)]

@@ -135,7 +135,6 @@ class RowSum(ErrorFeedback):
         local: whether nothing is sent, as by the compressor "free".
         density: rows that each rank sends, as a fraction of those of the table; None, the default, for all that it has.
         value_dtype: dtype of the values on the wire; None, the default, for their own.
-        follow_lr: whether the residual follows the learning rate, see `TopKCompressor` (default: False).
         clip: norm N; a rank's gradient is clipped to a norm of N / sqrt(P). None, the default, for no clipping.
         momentum: that of dense gradients, which rows do not get: rank 0 warns of it (default: 0).
     """
@@ -146,7 +145,6 @@ class RowSum(ErrorFeedback):
     local: bool = False
     density: Density | None = None
     value_dtype: str | None = None
-    follow_lr: bool = False
     clip: float | None = None
     momentum: float = 0.0
 
@@ -179,8 +177,7 @@ class RowSum(ErrorFeedback):
 
     def compensate(self, gradient: Any, *_: Any) -> Any:
         """Return acc, the rows of a gradient plus the residual."""
-        (factor,) = self._rates.factors() or [1.0]
-        return accumulated(self.residual, factor, gradient if self.clip is None else self._clipped(gradient))  # type: ignore[arg-type]
+        return accumulated(self.residual, 1.0, gradient if self.clip is None else self._clipped(gradient))  # type: ignore[arg-type]
 
     def _clipped(self, gradient: RowSparse) -> RowSparse:
         assert self.clip is not None
@@ -246,13 +243,11 @@ class RowSum(ErrorFeedback):
         (name,), (shape,), kept = self.layout.names, self.layout.shapes, self._residual.base
         rows, values = torch.from_numpy(kept.rows)[None], torch.from_numpy(kept.values).reshape(-1, *shape[1:])
         made = torch.sparse_coo_tensor(rows, values, shape, device="cpu", is_coalesced=True, check_invariants=False)
-        rates = {"rate": self._rates.state()} if self.follow_lr else {}
-        return {"residual": {name: made}, **rates}
+        return {"residual": {name: made}}
 
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for t in saved.get("residual", {}).values():
             self._residual.base = self._residual.current = rows_of(t, self.layout.dtype)
-        super().load_state({"rate": saved.get("rate", {})})
 
 
 def _overflowed(rows: RowSparse) -> RowSparse:
