@@ -20,25 +20,12 @@ def test_presets_are_top_k_with_other_defaults():
         )
 
 
-def test_topk_by_layer_takes_each_layers_share():
-    g = [np.arange(1, 101, dtype=np.float32)]
-    results, _ = one(TopKCompressor({"p0": 0.1, "*": 0.5}), g, shapes=((60,), (40,)))[0]
-    assert np.flatnonzero(results[0]).tolist() == [*range(54, 60), *range(80, 100)]
-
-
 @pytest.mark.parametrize("algo", ["dense", LowBit(), "exdyna", "arctopk", ExDyna(tau_prime=2)], ids=str)
 def test_a_selector_without_effect_is_refused(algo):
     for make in (lambda: TopKCompressor(algo=algo, selector=select.GaussianK()), lambda: gaussiank(algo=algo)):
         with pytest.raises(ValueError, match=r"selector: expected None with .*, which .*, got GaussianK"):
             make()
     dgc(algo=algo, selector=None)
-
-
-def test_a_selector_of_layers_goes_with_algorithms_that_select_by_themselves():
-    g = [np.arange(1, 101, dtype=np.float32)]
-    for algo in ("exdyna", "arctopk"):
-        method = TopKCompressor({"p0": 0.1, "*": 0.5}, algo=algo, selector=select.SampledThreshold())
-        assert 0 < np.count_nonzero(one(method, g, shapes=((60,), (40,)))[0][0][0]) < 60
 
 
 def test_warm_up_selects_what_it_says():
@@ -197,7 +184,7 @@ def test_entries_that_share_memory_with_what_is_left_of_them_enter_the_mean(algo
     def program(comm):
         model = torch.nn.Linear(8, 4, bias=False)
         torch.nn.init.zeros_(model.weight)
-        compressor = TopKCompressor({"*": 1.0}, algo, selector=Everything())
+        compressor = TopKCompressor(1.0, algo, selector=Everything())
         inner = torch.optim.SGD(model.parameters(), 1.0)
         optimizer = DistributedOptimizer(inner, model, comm, compressor, dense_below=0)
         (model.weight.sum() * (comm.rank + 1)).backward()

@@ -72,7 +72,7 @@ def densestream(density: Density = 0.01, **options: Any) -> TopKCompressor:
     """DenseStream (Algorithm 2 of the paper: TopkDSA with DenseStream blocks): the exact sum of the top k of all ranks.
 
     Inside blocks, true values are sent instead of zeros, in the same number of bytes (`fill`, end of section IV.B), but
-    not with a selector or a density by layer. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
+    not with a selector. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
 
     Args:
         density: as in `TopKCompressor`.

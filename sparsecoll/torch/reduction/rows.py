@@ -19,8 +19,8 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import Compressor, StepContext
-from sparsecoll.torch.compressors.base import Densities, ErrorFeedback, overflowed
-from sparsecoll.torch.compressors.schedule import Density, as_row_density
+from sparsecoll.torch.compressors.base import ErrorFeedback, overflowed
+from sparsecoll.torch.compressors.schedule import Density, as_row_density, as_schedule, entries_of
 from sparsecoll.torch.compressors.versions import ALL, Versioned, Versions
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.replica.guards import warn_of_momentum_of_rows
@@ -159,7 +159,6 @@ class RowSum(ErrorFeedback):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self._densities = None if self.density is None else Densities.of(self.density)
         self._acc: Any = None  # in a reduction that leaves a part of it
         self._compared: dict[str, int] = {}  # values that ranks compare in a call
         if self.momentum and transport.rank == 0:
@@ -190,10 +189,10 @@ class RowSum(ErrorFeedback):
             return acc
         if self.finite and acc.first_not_finite() is not None:
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
-        if self._densities is None:
+        if self.density is None:
             return _overflowed(acc.divide(self.size)) if self._sends_parts else acc
         with as_row_density():
-            self._acc, self._compared = acc, {ROWS: self._densities.k(acc.n, self.context.step, name)}
+            self._acc, self._compared = acc, {ROWS: entries_of(as_schedule(self.density), acc.n, self.context.step)}
         return acc.topk(self._compared[ROWS])
 
     def communicate(self, transport: Transport, message: Any) -> Reduction:
