@@ -42,15 +42,15 @@ from sparsecoll.transport import default_comm
 MOMENTUM, DENSITY, MARGIN = 0.9, 0.01, 0.2
 KEY = ("task", "line", "P", "seed")  # of a row
 BEST, TWICE = "allgather 1 %, 4 bits, Nesterov", "allgather 2 %, 4 bits, Nesterov"
-RATE, RATE_TWICE, BEFORE = f"{BEST}, rate", f"{TWICE}, rate", "allgather 1 %, 4 bits"
+BEFORE = "allgather 1 %, 4 bits"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
-SHORTER = dict.fromkeys((BEST, TWICE, RATE, RATE_TWICE, BEFORE), 0.7)
+SHORTER = dict.fromkeys((BEST, TWICE, BEFORE), 0.7)
 SHORTER["oktopk 1 %, momentum 0.5"] = 0.5
 
 
-def corrected(make, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=False, follow_lr=False, **options):
+def corrected(make, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=False, **options):
     """Return a line with momentum in the compressor, for tasks of SGD, and local clipping; `warm_up` of all steps."""
-    sgd = {"momentum": momentum, "nesterov": nesterov, "follow_lr": follow_lr}
+    sgd = {"momentum": momentum, "nesterov": nesterov}
 
     def made(task, steps):
         own = {} if task.adam else {"clip": task.clip, **sgd}
@@ -64,8 +64,6 @@ NESTEROV = {"momentum": 0.7, "warm_up": 0.02, "nesterov": True}
 CORRECTED = {  # (task, number of steps) -> compressor
     BEST: corrected(nesterovtopk, **NESTEROV),
     TWICE: corrected(nesterovtopk, **NESTEROV, density=2 * DENSITY),
-    RATE: corrected(TopKCompressor, nesterov=True, follow_lr=True, **FOUR_BITS),
-    RATE_TWICE: corrected(TopKCompressor, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS),
     BEFORE: corrected(TopKCompressor, **FOUR_BITS),
     "oktopk 1 %, momentum 0.5": corrected(oktopk, momentum=0.5),
     "oktopk 1 %": corrected(oktopk),
@@ -226,7 +224,7 @@ def table(rows, name):
     return markdown(shown)
 
 
-ASIDE = [line for line in LINES if "2 %" in line or "rate" in line] + ["allgather 1 %, 4 bits", "densestream 1 %"]
+ASIDE = [line for line in LINES if "2 %" in line] + ["allgather 1 %, 4 bits", "densestream 1 %"]
 
 
 def side_by_side(rows, nets, P=4):

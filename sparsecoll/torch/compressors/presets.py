@@ -13,9 +13,9 @@ def sgdtopk(density: Density | None = None, **options: Any) -> TopKCompressor:
     """Top k for torch.optim.SGD with the learning rate and the momentum of dense training (docs/convergence.md).
 
     Each rank's top k with values of 4 bits, an allgather, and Nesterov momentum with correction and factor masking
-    (Deep Gradient Compression, sections 3.1 to 3.3) in place of SGD's momentum; the default of SparseSGD and, with torch.optim.SGD, of
-    DistributedOptimizer. See `sparsecoll.torch.SparseSGD` for the momentum. In loops that do not know the optimizer
-    (DDP's hook, FSDP) use `nesterovtopk`.
+    (Deep Gradient Compression, sections 3.1 to 3.3) in place of SGD's momentum; the default of SparseSGD and, with
+    torch.optim.SGD, of DistributedOptimizer. See `sparsecoll.torch.SparseSGD` for the momentum. In loops that do not
+    know the optimizer (DDP's hook, FSDP) use `nesterovtopk`.
 
     Volume: about 1.5k(P-1) bytes at a density of 1 %, which grows with P: for many ranks use `oktopk`.
 
@@ -72,7 +72,7 @@ def densestream(density: Density = 0.01, **options: Any) -> TopKCompressor:
     """DenseStream (Algorithm 2 of the paper: TopkDSA with DenseStream blocks): the exact sum of the top k of all ranks.
 
     Inside blocks, true values are sent instead of zeros, in the same number of bytes (`fill`, end of section IV.B), but
-    not with a selector or a density by layer. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
+    not with a selector. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
 
     Args:
         density: as in `TopKCompressor`.
