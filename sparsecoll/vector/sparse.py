@@ -191,14 +191,10 @@ class SparseVector(Arithmetic):
 
     def mask(self) -> NDArray[np.uint8]:
         """Return one bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
-        if self.on_gpu:
-            marks = empty(self.length, np.uint8, self.values)
-            marks[:] = 0
-            marks[self.indices] = 1
-            return to_host(np.packbits(marks))
-        bits = np.zeros(-(-self.length // 8), np.uint8)  # without a byte for each coordinate
-        np.bitwise_or.at(bits, self.indices >> 3, np.uint8(128) >> (self.indices & 7).astype(np.uint8))
-        return bits
+        marks = empty(self.length, np.uint8, self.values)
+        marks[:] = 0
+        marks[self.indices] = 1
+        return to_host(np.packbits(marks))
 
     def mask_of(self, other: SparseVector) -> NDArray[np.uint8]:
         """Return one bit for each entry of this vector, set where `other` stores its index; as np.packbits."""
