@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
-from sparsecoll.kernels.memory import asarray_like, empty, on_gpu, to_host
+from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
 from sparsecoll.vector.values import SMALLEST
@@ -70,29 +68,6 @@ class SparseVector(Arithmetic):
     __slots__ = ()
 
     @classmethod
-    def collect(cls, parts: Iterable[SparseVector], room: int) -> SparseVector:
-        """Return what `concatenate` returns; on the host, entries are copied as parts come, while they are in a cache.
-
-        Args:
-            parts: one or more vectors.
-            room: number of entries for which memory is reserved at first; pages that are not filled take none.
-        """
-        first = next(iterator := iter(parts))
-        if on_gpu(first.indices):
-            return cls.concatenate([first, *iterator])
-        indices, values, count = empty(room, first.indices.dtype), empty(room, first.dtype), 0
-        for part in chain([first], iterator):
-            stop = count + part.nnz
-            if stop > indices.size:
-                filled = (indices[:count], values[:count])
-                indices, values = (empty(max(stop, 2 * room), array.dtype) for array in filled)
-                indices[:count], values[:count] = filled
-                room = indices.size
-            indices[count:stop], values[count:stop] = part.indices, part.values
-            count = stop
-        return cls.from_sorted_unchecked(indices[:count], values[:count], first.length)
-
-    @classmethod
     def from_scipy(cls, x: Any) -> SparseVector:
         """Return the stored entries of a SciPy sparse array or matrix of any format, one row after the other.
 
@@ -124,14 +99,6 @@ class SparseVector(Arithmetic):
         return to_scipy(to_host(self.indices), to_host(self.values), shape, f"{format}_array")
 
     # Parts of the entries
-
-    def subdivide(self, edges: Sequence[int], parts: int) -> list[int]:
-        """Return edges that divide each region between `edges` into `parts` with equal numbers of stored entries."""
-        finer: list[int] = []
-        for (low, _), (start, stop) in zip(pairwise(edges), pairwise(self.searchsorted(edges).tolist()), strict=True):
-            positions = [start + (stop - start) * part // parts for part in range(1, parts)]
-            finer += [low, *(self.indices[positions].tolist() if start < stop else [low] * (parts - 1))]
-        return [*finer, edges[-1]]
 
     def sample(self, stride: int, offset: int) -> SparseVector:
         """Return every stride-th stored value from position `offset` on, copied, as a vector without gaps."""
@@ -224,14 +191,10 @@ class SparseVector(Arithmetic):
 
     def mask(self) -> NDArray[np.uint8]:
         """Return one bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
-        if self.on_gpu:
-            marks = empty(self.length, np.uint8, self.values)
-            marks[:] = 0
-            marks[self.indices] = 1
-            return to_host(np.packbits(marks))
-        bits = np.zeros(-(-self.length // 8), np.uint8)  # without a byte for each coordinate
-        np.bitwise_or.at(bits, self.indices >> 3, np.uint8(128) >> (self.indices & 7).astype(np.uint8))
-        return bits
+        marks = empty(self.length, np.uint8, self.values)
+        marks[:] = 0
+        marks[self.indices] = 1
+        return to_host(np.packbits(marks))
 
     def mask_of(self, other: SparseVector) -> NDArray[np.uint8]:
         """Return one bit for each entry of this vector, set where `other` stores its index; as np.packbits."""
