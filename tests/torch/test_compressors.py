@@ -43,7 +43,6 @@ CONSERVING = {
     "an algorithm": sparsecoll.SparDL(),
     "dragonn, all compressed": DRAGONN(0.05, selective=False),
     "dragonn, float16 on the wire": DRAGONN(0.05, selective=False, value_dtype="float16"),
-    "dgc, random sample": dgc(0.1, momentum=0.0, selector=sparsecoll.select.SampledThreshold(random=True)),
 }
 
 
