@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
 from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import NOTHING, CallOptions
+from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
@@ -61,6 +62,7 @@ class Compressor(ABC):
     passes_nonfinite: ClassVar[bool] = False  # whether means are NaN or infinite where a gradient is, without an error
     needs_all_buckets: ClassVar[bool] = False  # whether `bind` depends on the lengths of the buckets after this one
     replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
+    scatters = False  # whether each rank gets only its region of a sum, as `fsdp.attach` without replicas wants it
     takes_source: ClassVar[bool] = False  # whether `compensate` has the argument `source`
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
@@ -216,11 +218,13 @@ class Compressor(ABC):
         compared: Mapping[str, Any] = NOTHING,
         **options: Any,
     ) -> Reduction:
-        """Allreduce what was selected; ranks compare the values of `compared`, too."""
+        """Sum what was selected; ranks compare the values of `compared`, too."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
         # dense sums pass NaN on, as plain data parallelism does; others have been checked
         given = CallOptions(timeout=self.timeout, nonfinite="pass", **options)
+        if self.scatters:
+            return reduce_scatter_vectors(transport, message, replace(given, k=None), compared)
         return allreduce_vectors(transport, message, algorithm, given, True, compared, deferred=True)
 
     def gather(self, transport: Transport, message: Array, compared: Mapping[str, Any] = NOTHING) -> list[Array]:
