@@ -90,9 +90,8 @@ class LowRank(ErrorFeedback):
         """Write the means of the parameters that are sent densely, and clear their residuals."""
         for view, mean in zip(self._rest(out), means, strict=True):
             view.copy_(mean)
-        if self.keeps_gradient:
-            for kept in self._rest(self.acc.values):
-                kept.zero_()
+        for kept in self._rest(self.acc.values):
+            kept.zero_()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         names = [self.layout.names[index] for index, *_ in self._low]
