@@ -78,7 +78,7 @@ class Compressor(ABC):
         self.layout, self.context, self.timeout = layout, context, timeout
         self.size, self.own_rank = transport.size, transport.rank  # `rank` is an option of PowerSGD
         self._epoch = transport.epoch
-        self.versions = Versions(layout)
+        self.versions = Versions()
 
     def for_small(self) -> Compressor | str:
         """Return the compressor, or its name, of parameters that are too small to be compressed: the exact mean."""
@@ -255,7 +255,7 @@ class ErrorFeedback(Compressor):
     def _first_residual(self) -> Versioned:
         layout = self.layout
         zeros = layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype)
-        return Versioned(zeros, layout.slices, flat=True)
+        return Versioned(zeros, layout.slices)
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         """acc = scale * residual + gradient."""

@@ -120,7 +120,7 @@ class TopKCompressor(ErrorFeedback):
             )
         self._velocity = None
         if self.momentum != 0:
-            self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices, flat=True))
+            self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices))
 
     def _reads_acc_once(self) -> bool:
         """Return whether only the selecting pass reads acc; a user's selector may read it again."""
@@ -150,7 +150,7 @@ class TopKCompressor(ErrorFeedback):
             self._clip(gradient, self.clip / self.size**0.5)
         self.begin(gradient, source)
         if self._velocity is not None:
-            self._velocity.trial = self.versions.empty()
+            self._velocity.trial = self.layout.empty()
             self._add_momentum(self._velocity.current, self._velocity.trial)
         self.acc.add_later(self._residual.current, scale)
         return self.acc
