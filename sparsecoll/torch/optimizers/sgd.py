@@ -27,7 +27,7 @@ from sparsecoll.torch.replica.calls import (
     agreeing,
     collective,
     communicator,
-    mean_loss,
+    mean_of_loss,
 )
 from sparsecoll.torch.replica.guards import NO_MEAN, fingerprint, refuse_wrapped
 from sparsecoll.torch.replica.replica import Replica, restoring_groups
@@ -232,7 +232,11 @@ class SparseSGD(torch.optim.Optimizer):
             return self._make_state()
         has_scaler = self._scaling.scaler is not None or is_called_by_scaler(self)
         scaling = self._scaling if has_scaler and self._scaling.check(self) else None
-        loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.options.timeout)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            loss = mean_of_loss(self._replica.transport, loss, self._replica.options.timeout)
         if self._watch is not None:
             self._watch.check(self._flat.names)
         try:

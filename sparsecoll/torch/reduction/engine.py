@@ -318,8 +318,7 @@ class Engine(Owner):
             )
             error.on_all_ranks = True  # type: ignore[attr-defined]
             raise error
-        given = loss is None or self.closed
-        return loss if given else mean_of_loss(self.replica.transport, loss, self._options.timeout)
+        return loss if self.closed else mean_of_loss(self.replica.transport, loss, self._options.timeout)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
