@@ -200,7 +200,7 @@ def test_sums_do_not_change_with_the_residual(algo, ranks):
         # SparseSGD lays parameters out as they are registered
         named = list(other.named_parameters())
         wrapped = DistributedOptimizer(inner, named, comm, TopKCompressor(0.5, algo), overlap=False, **options)
-        wrapped._engine._reducer.buckets.order = [name for name, _ in named]
+        wrapped._engine.buckets.order = [name for name, _ in named]
         train(comm, model, own, range(3))
         train(comm, other, wrapped, range(3))
         close(parameters(model), parameters(other))
