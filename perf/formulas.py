@@ -46,16 +46,6 @@ def cltk_words(k: int, P: int) -> float:
     return k + 2 * k * (P - 1) / P
 
 
-def exdyna_words(k: int, P: int) -> float:
-    """3k(P-1)/P: an allgather of k/P indices of each rank, and 2k(P-1)/P of values (ExDyna, section III)."""
-    return 3 * k * (P - 1) / P
-
-
-def arctopk_words(n: int, k: int, P: int, columns: int, sketch: int = 4) -> float:
-    """Twice (P-1)/P of the sketch and of the chosen rows, of at most k entries (ARC-Top-K, Algorithm 1)."""
-    return 2 * (k + sketch * math.ceil(n / columns)) * (P - 1) / P
-
-
 def lowbit_words(n: int, P: int, bits: int, bucket: int = 512) -> float:
     """2n(P-1)/P times (bits + 32/bucket)/32: both phases of a dense sum, in codes and scales."""
     return dense_words(n, P) * (bits + 32 / bucket) / 32

@@ -43,12 +43,6 @@ ALGORITHMS = {  # name: (algorithm, formula, its words)
     "spardl": ("spardl", "4k(P-1)/P", lambda n, k, P: formulas.spardl_words(k, P)),
     "spardl, 4 teams": ("spardl:teams=4", "2k(2(T-1) + 2)/T, T = P/4", lambda n, k, P: formulas.spardl_words(k, P, 4)),
     "cltk": ("cltk", "at most k + 2k(P-1)/P", lambda n, k, P: formulas.cltk_words(k, P)),
-    "exdyna": ("exdyna", "at most 3k(P-1)/P", lambda n, k, P: formulas.exdyna_words(k, P)),
-    "arctopk, rows of 400": (
-        "arctopk:columns=400",
-        "2(k + n/100)(P-1)/P",
-        lambda n, k, P: formulas.arctopk_words(n, k, P, 400),
-    ),
     "oktopk": ("oktopk", "2k(P-1)/P to 6k(P-1)/P", lambda n, k, P: formulas.oktopk_words(k, P)),
 }
 MODELS = {"BERT": (133_547_324, 0.01), "VGG-16": (14_728_266, 0.02), "LSTM": (27_569_568, 0.02)}  # Ok-Topk, Table 2

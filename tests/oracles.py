@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from sparsecoll import ALGORITHMS, SparseVector
-from sparsecoll.algorithms.arctopk import CUT, random_signs
-from sparsecoll.select.randomk import mix
 from sparsecoll.testing.algorithms import oracle_top, top_k_of_sum
 
 
@@ -49,32 +47,7 @@ def cltk(inputs: list[SparseVector], k: int) -> np.ndarray:
     return np.where(oracle_top(inputs[0].to_dense(), k) != 0, exact_sum(inputs, k), 0).astype(inputs[0].dtype)
 
 
-def exdyna(inputs: list[SparseVector], k: int) -> np.ndarray:
-    """The sum at the top k of the vector that has partition j of rank j."""
-    P, n, vectors = len(inputs), inputs[0].length, [x.to_dense() for x in inputs]
-    edges = [n * j // P for j in range(P + 1)]
-    exclusive = np.concatenate([vectors[j][edges[j] : edges[j + 1]] for j in range(P)])
-    return np.where(oracle_top(exclusive, k) != 0, exact_sum(inputs, k), 0).astype(inputs[0].dtype)
-
-
-def arctopk(inputs: list[SparseVector], k: int) -> np.ndarray:
-    """The sum in the rows whose sketch has the largest norm, in the first call."""
-    total = exact_sum(inputs, k)
-    sketch = max(1, min(4, k * k // total.size))
-    columns = max(1, min(k, -(-sketch * total.size // max(k, 1))))
-    matrix = np.zeros((-(-total.size // columns), columns), total.dtype)
-    matrix.ravel()[: total.size] = total
-    norms = np.square(matrix.astype(np.float64) @ random_signs(0, columns, sketch)).sum(axis=1)
-    chosen = np.sort(np.argsort(-norms, kind="stable")[: -(-k // columns)])
-    rows = [range(row * columns, min((row + 1) * columns, total.size)) for row in chosen.tolist()]
-    left_out, weakest = max(sum(map(len, rows)) - k, 0), rows[int(norms[chosen].argmin())] if rows else range(0)
-    gone = [weakest[(mix(0, CUT) + i) % len(weakest)] for i in range(left_out)]
-    kept, indices = np.zeros_like(total), sorted({i for row in rows for i in row} - set(gone))
-    kept[indices] = total[indices]
-    return kept
-
-
-EXPECTED = {"gtopk": gtopk, "cltk": cltk, "arctopk": arctopk, "exdyna": exdyna, "spardl": spardl}
+EXPECTED = {"gtopk": gtopk, "cltk": cltk, "spardl": spardl}
 BY_SEMANTICS = {"exact_sum": exact_sum, "top_k_of_sum": top_k_of_sum}
 
 

@@ -6,13 +6,11 @@ The contract tests (any P, any distribution, same bits, conservation, simulator 
 from __future__ import annotations
 
 from sparsecoll.algorithms.allgather import Allgather as Allgather
-from sparsecoll.algorithms.arctopk import ARCTopK as ARCTopK
 from sparsecoll.algorithms.auto import Auto as Auto
 from sparsecoll.algorithms.base import Algorithm as Algorithm, Reduction as Reduction
 from sparsecoll.algorithms.cltk import CLTk as CLTk
 from sparsecoll.algorithms.dense import Dense as Dense
 from sparsecoll.algorithms.densestream import DenseStream as DenseStream
-from sparsecoll.algorithms.exdyna import ExDyna as ExDyna
 from sparsecoll.algorithms.gtopk import GTopk as GTopk
 from sparsecoll.algorithms.hierarchical import Hierarchical as Hierarchical
 from sparsecoll.algorithms.lowbit import LowBit as LowBit
@@ -32,8 +30,6 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "gtopk": GTopk,
     "spardl": SparDL,
     "cltk": CLTk,
-    "exdyna": ExDyna,
-    "arctopk": ARCTopK,
     "hierarchical": Hierarchical,
 }
 ROW_ALGORITHMS: dict[str, type[Algorithm]] = {"auto": RowAuto, "allgather": Allgather, "owners": RowOwners}

@@ -82,9 +82,8 @@ def allreduce(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack[Allr
         algo: name in `sparsecoll.ALGORITHMS`, which creates a new algorithm object, or an Algorithm object, which keeps
             thresholds and boundaries between calls. "auto" (the default), "dense", "allgather", "sparcml",
             "densestream" and "hierarchical" compute the exact sum of the selected entries, "oktopk" its top k,
-            "gtopk" and "spardl" approximate that, and "cltk", "exdyna" and "arctopk" sum all ranks' values at indices
-            that they agree on. For a RowSparse: "auto",
-            "allgather" or "owners", or a RowAuto, RowGather or RowOwners object.
+            "gtopk" and "spardl" approximate that, and "cltk" sums all ranks' values at the k largest entries of one
+            rank. For a RowSparse: "auto", "allgather" or "owners", or a RowAuto, RowGather or RowOwners object.
         k: number of entries that each rank selects, and for "oktopk" also of the result. None, the default, stands for
             the algorithm's own k, or else the largest nnz of all ranks. A dense x requires `k` or `density`, except
             with algo="dense". For a RowSparse, the k rows of largest norm are selected; None selects all rows.

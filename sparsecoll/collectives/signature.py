@@ -22,7 +22,7 @@ else:
     Unpack = None  # annotations are not evaluated
 
 ExactName = Literal["auto", "dense", "allgather", "sparcml", "densestream", "hierarchical", "owners"]
-AlgorithmName = Literal[ExactName, "oktopk", "gtopk", "spardl", "cltk", "exdyna", "arctopk"]
+AlgorithmName = Literal[ExactName, "oktopk", "gtopk", "spardl", "cltk"]
 FormatName = Literal["auto", "coo", "dense", "bitmap", "packed", "densestream", "slots", "packed_codes"]
 LogicalName = Literal["logical_and", "logical_or", "logical_xor"]
 BitwiseName = Literal["bitwise_and", "bitwise_or", "bitwise_xor"]

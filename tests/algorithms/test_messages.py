@@ -11,8 +11,6 @@ import sparsecoll
 MESSAGES = {  # of P, a power of two
     "oktopk": lambda P: P - 1 + 2 * log2(P),
     "cltk": lambda P: 1 + 2 * log2(P),
-    "exdyna": lambda P: 4 * log2(P),
-    "arctopk": lambda P: 4 * log2(P),
 }
 
 

@@ -33,7 +33,7 @@ def test_algorithms_and_their_options_are_read_from_text():
         ("oktopk:tau", "got 'tau'"),
         ("dense:selector=all", "selector: expected one of topk, .*, got 'all'"),
         ("oktopk:tau=abc", "oktopk:tau: expected int, got 'abc'"),
-        ("arctopk:columns=few", "arctopk:columns: expected int or None, got 'few'"),
+        ("oktopk:k=few", "oktopk:k: expected int or None, got 'few'"),
         ("oktopk:exact=1", "oktopk:exact: expected bool, got 1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -39,8 +39,6 @@ CONSERVING = {
     "topk over spardl": TopKCompressor(0.05, algo="spardl"),
     "topk over gtopk": TopKCompressor(0.05, algo="gtopk"),
     "topk over cltk": TopKCompressor(0.05, algo="cltk"),
-    "topk over exdyna": TopKCompressor(0.05, algo="exdyna"),
-    "topk over arctopk": TopKCompressor(0.05, algo="arctopk"),
     "oktopk object": TopKCompressor(0.05, algo=sparsecoll.OkTopk(tau=2, tau_prime=2)),
     "an algorithm": sparsecoll.SparDL(),
     "dragonn, all compressed": DRAGONN(0.05, selective=False),
@@ -87,13 +85,12 @@ def test_what_is_wrong_with_a_compressor_is_told():
         check_compressor(Forgetting(0.05))
 
 
-@pytest.mark.parametrize("algo", ["cltk", "exdyna", "arctopk"])
-def test_nan_where_another_rank_selects(algo):
+def test_nan_where_another_rank_selects():
     def program(comm):
         weight = torch.nn.Parameter(torch.zeros(100))
         inner = torch.optim.SGD([weight], 0.1)
         optimizer = DistributedOptimizer(
-            inner, [("w", weight)], comm, TopKCompressor(0.05, algo=algo), overlap=False, **OPTIONS
+            inner, [("w", weight)], comm, TopKCompressor(0.05, algo="cltk"), overlap=False, **OPTIONS
         )
         weight.grad = torch.arange(100.0)
         if comm.rank == 1:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from one_bucket import normal, one, step
 
-from sparsecoll import Algorithm, ExDyna, LowBit, Reduction, SparseVector, select, simulate
+from sparsecoll import Algorithm, CLTk, LowBit, Reduction, SparseVector, select, simulate
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp
 from sparsecoll.torch.compressors import ErrorFeedback, StepContext, TopKCompressor, as_compressor, dgc, gaussiank
 from sparsecoll.torch.tensors.layout import Layout
@@ -20,7 +20,15 @@ def test_presets_are_top_k_with_other_defaults():
         )
 
 
-@pytest.mark.parametrize("algo", ["dense", LowBit(), "exdyna", "arctopk", ExDyna(tau_prime=2)], ids=str)
+class SelectsByItself(CLTk):
+    """An algorithm of the user's that takes no selector."""
+
+    def __post_init__(self):
+        if self.selector is not None:
+            raise ValueError(f"selector: expected None with an algorithm, which selects by itself, got {self.selector}")
+
+
+@pytest.mark.parametrize("algo", ["dense", LowBit(), SelectsByItself()], ids=str)
 def test_a_selector_without_effect_is_refused(algo):
     for make in (lambda: TopKCompressor(algo=algo, selector=select.GaussianK()), lambda: gaussiank(algo=algo)):
         with pytest.raises(ValueError, match=r"selector: expected None with .*, which .*, got GaussianK"):

@@ -45,7 +45,7 @@ def scaled(comm, model, optimizer, scaler, steps, overflows=()):
 
 
 RUNS = [(make, change) for make in (sparse, wrapped) for change in ("same", "grows", "shrinks")]
-RUNS += [(partial(wrapped, algo="allgather"), "shrinks"), (partial(wrapped, algo="exdyna"), "grows")]
+RUNS += [(partial(wrapped, algo="allgather"), "shrinks"), (partial(wrapped, algo="cltk"), "grows")]
 
 
 @pytest.mark.parametrize(("make", "change"), RUNS)

@@ -42,11 +42,11 @@ def new_object(comm, x, algo, call):
         algo.reset()
 
 
-STATEFUL = ["cltk", "exdyna", "arctopk", "oktopk"]
+STATEFUL = ["cltk", "oktopk"]
 WITHIN = {f"hierarchical with {name}": name for name in ("cltk", "oktopk")}
 ALL = [*STATEFUL, *WITHIN]
 DIFFERENT = [(name, make) for name in ALL for make in (used_alone, other_checkpoint, new_object)]
-DIFFERENT += [(name, other_boundaries) for name in ("exdyna", "oktopk")]
+DIFFERENT += [("oktopk", other_boundaries)]
 
 
 def made(name):

@@ -12,10 +12,10 @@ from sparsecoll.torch.compressors.topk import TopKCompressor
 def sgdtopk(density: Density | None = None, **options: Any) -> TopKCompressor:
     """Top k for torch.optim.SGD with the learning rate and the momentum of dense training (docs/convergence.md).
 
-    Each rank's top k with values of 4 bits, an allgather, and momentum correction with factor masking (Deep Gradient
-    Compression, sections 3.1 to 3.3) in place of SGD's momentum; the default of SparseSGD and, with torch.optim.SGD, of
-    DistributedOptimizer. See `sparsecoll.torch.SparseSGD` for the momentum. In loops that do not know the optimizer
-    (DDP's hook, FSDP) use `nesterovtopk`.
+    Each rank's top k with values of 4 bits, an allgather, and Nesterov momentum with correction and factor masking
+    (Deep Gradient Compression, sections 3.1 to 3.3) in place of SGD's momentum; the default of SparseSGD and, with
+    torch.optim.SGD, of DistributedOptimizer. See `sparsecoll.torch.SparseSGD` for the momentum. In loops that do not
+    know the optimizer (DDP's hook, FSDP) use `nesterovtopk`.
 
     Volume: about 1.5k(P-1) bytes at a density of 1 %, which grows with P: for many ranks use `oktopk`.
 
@@ -101,7 +101,7 @@ def dgc(density: Density = 0.01, **options: Any) -> TopKCompressor:
 
     Args:
         density: as in `TopKCompressor`.
-        **options: of `TopKCompressor`; an `algo` that selects by itself, or "dense", needs `selector=None`.
+        **options: of `TopKCompressor`; an `algo` that takes no selector, or "dense", needs `selector=None`.
 
     Returns:
         TopKCompressor with `algo="allgather"`, `selector=select.SampledThreshold()` and `momentum=0.9`.

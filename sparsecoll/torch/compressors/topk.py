@@ -49,13 +49,14 @@ class TopKCompressor(ErrorFeedback):
         algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, of which each bucket gets a copy (default:
             "auto").
         selector: the selector of `sparsecoll.select`; None, the default, for the algorithm's own selection, or exact
-            top-k if it has none. It must be None with an algorithm that sends all values, and with one that always
-            selects by itself ("exdyna", "arctopk").
+            top-k if it has none. It must be None with an algorithm that sends all values, and with one that takes no
+            selector.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients. Residuals keep the rounding error; rows that are sent without a residual lose it.
         momentum: factor of the momentum correction, in [0, 1) (default: 0, none). None takes the place of the momentum
-            of SparseSGD, or of the torch.optim.SGD that DistributedOptimizer wraps: of m, it makes 1 - 3 (1 - m), or 0.
+            of SparseSGD, or of the torch.optim.SGD that DistributedOptimizer wraps: of m, it makes Nesterov momentum of
+            1 - 3 (1 - m), or 0.
         nesterov: Nesterov momentum: u = momentum * (u + gradient), and u + gradient replaces the gradient (default:
             False).
         clip: norm N; the gradients of a rank are clipped to a norm of N / sqrt(P) (section 3.2). None, the default, for
@@ -96,7 +97,7 @@ class TopKCompressor(ErrorFeedback):
                 raise ValueError(
                     f"selector: expected None with {algorithm.name}, which sends all values, got {self.selector!r}"
                 )
-            replace(algorithm, selector=self.selector)  # raises if the algorithm selects by itself
+            replace(algorithm, selector=self.selector)  # raises if the algorithm takes none
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
         if self.nesterov and self.momentum == 0:
@@ -165,12 +166,13 @@ class TopKCompressor(ErrorFeedback):
     def _add_momentum(self, velocity: Array, new: Array) -> None:
         """Add the velocity to the gradient in the pass that selects, or at once if the factors differ."""
         factors, edges = self._momenta(), self.layout.offsets
+        nesterov = self.nesterov or self.momentum is None
         if len(set(factors)) == 1:
-            self.acc.momentum_later(Momentum(velocity, factors[0], new, self.nesterov))
+            self.acc.momentum_later(Momentum(velocity, factors[0], new, nesterov))
             return
         acc = self.acc.flush().values
         for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
-            before = acc[a:b].copy() if self.nesterov else 0
+            before = acc[a:b].copy() if nesterov else 0
             new[a:b] = factor * (velocity[a:b] + before) + (acc[a:b] - before)
             acc[a:b] = new[a:b] + before
 

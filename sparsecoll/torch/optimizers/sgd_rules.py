@@ -145,7 +145,7 @@ class Rule(SgdRule):
         """
         inside = shorter(self.momentum)
         rate = self.lr * self.damp * (1 - inside) / (1 - self.momentum)
-        rate *= (1 - self.momentum**steps) / (1 - inside**steps)
+        rate *= (1 - self.momentum**steps) / (1 - inside ** (steps + 1))
         return Rule(rate, self.share, self.decay / (1 - inside), 0.0, 1.0, False)
 
     def in_units_of_lr(self) -> Rule:
@@ -194,8 +194,9 @@ def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: TopKCompress
     if momentum:
         inside = shorter(momentum)
         logger.warning(
-            "%s: momentum=%.3g before the compression, at %.3g times the learning rate, stands for SGD's momentum=%.3g,"
-            " since what waits to be sent acts like momentum, too. Each rank sends density=%s, algo=%r, format=%r",
+            "%s: Nesterov momentum=%.3g before the compression, at %.3g times the learning rate, stands for SGD's"
+            " momentum=%.3g, since what waits to be sent acts like momentum, too. Each rank sends density=%s, algo=%r,"
+            " format=%r",
             who,
             inside,
             (1 - inside) / (1 - momentum),
