@@ -190,7 +190,7 @@ class TopKCompressor(ErrorFeedback):
         if self._algorithm.takes_dense:
             return self._whole()
         self._algorithm.sync_epoch(self._epoch)
-        self._k = self.count()
+        self._k = entries_of(as_schedule(self.density), self.layout.length, self.context.step)
         self.acc.clear_selected = self._clears
         try:
             chosen = self._algorithm.select(acc, self._k, self.size)
@@ -205,17 +205,8 @@ class TopKCompressor(ErrorFeedback):
         self.check_finite(acc)
         return acc
 
-    def count(self) -> int:
-        """k in this step."""
-        return entries_of(as_schedule(self.density), self.layout.length, self.context.step)
-
-    @property
-    def compared(self) -> dict[str, Any]:
-        """What ranks compare of what this step selects."""
-        return {ENTRIES: self._k}
-
     def communicate(self, transport: Transport, message: Vector) -> Reduction:
-        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "compared": self.compared}
+        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "compared": {ENTRIES: self._k}}
         return self.reduce(
             transport, message, self._algorithm, format=self.format, value_dtype=self.value_dtype, **options
         )
