@@ -63,7 +63,6 @@ class Compressor(ABC):
     needs_all_buckets: ClassVar[bool] = False  # whether `bind` depends on the lengths of the buckets after this one
     replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
     scatters = False  # whether each rank gets only its region of a sum, as `fsdp.attach` without replicas wants it
-    takes_source: ClassVar[bool] = False  # whether `compensate` has the argument `source`
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
     dense_below = 1024  # number of values below which a parameter is not compressed, unless the user gives another
@@ -88,12 +87,13 @@ class Compressor(ABC):
         """Return the options of `RowSum`, the compressor of gradients that are rows: the exact sum by default."""
         return {"finite": not self.passes_nonfinite, "local": not self.communicates}
 
-    def compensate(self, gradient: Array) -> Any:
-        """Return acc, the gradient plus the residual of earlier steps, in the gradient's memory.
+    def compensate(self, gradient: Array, *, source: Array | None = None) -> Any:
+        """Return acc, the gradient plus the residual of earlier steps, in the gradient's memory; see `allreduce_mean`.
 
-        With `takes_source`, there is an argument `source`: None, or an array that holds the gradient and must not
-        change; `gradient` is then only memory.
+        By default, there is no residual.
         """
+        if source is not None:
+            gradient[:] = source
         return gradient
 
     @abstractmethod
@@ -122,17 +122,10 @@ class Compressor(ABC):
         """
         with self.reducing(transport):
             with span("select", gradient.size):
-                message = self.message(self._compensated(gradient, source))
+                message = self.message(self.compensate(gradient, source=source))
             reduced = self.communicate(transport, message)
             with span("dense", gradient.size):
                 self.update(out, message, reduced)
-
-    def _compensated(self, gradient: Array, source: Array | None) -> Any:
-        if source is not None and self.takes_source:
-            return self.compensate(gradient, source=source)  # type: ignore[call-arg]
-        if source is not None:
-            gradient[:] = source
-        return self.compensate(gradient)
 
     @contextlib.contextmanager
     def reducing(self, transport: Transport) -> Iterator[None]:
@@ -245,7 +238,6 @@ class ErrorFeedback(Compressor):
     acc is formed in the memory of `gradient`, so that the residual does not change until the step has succeeded.
     """
 
-    takes_source = True
     keeps_gradient = True
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:

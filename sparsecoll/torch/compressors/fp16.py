@@ -38,7 +38,7 @@ class FP16(NoCompression):
     def for_rows(self) -> dict[str, Any]:
         return super().for_rows() | {"value_dtype": self.value_dtype}
 
-    def compensate(self, gradient: Array, source: Array | None = None) -> Array:
+    def compensate(self, gradient: Array, *, source: Array | None = None) -> Array:
         """The gradient / P, in the memory of `gradient`."""
         return self._overflowed(np.divide(gradient if source is None else source, self.size, out=gradient))
 

@@ -178,7 +178,7 @@ class TopKCompressor(ErrorFeedback):
 
     def _clip(self, gradient: Array, most: float) -> None:
         whole = [self.layout.device.tensor(gradient)]
-        for part in whole if self.clip_by == "bucket" else self.layout.views(gradient):
+        for part in whole if self.clip_by == "bucket" else self.layout.by_name(gradient).values():
             norm = float(torch.linalg.vector_norm(part))
             if norm > most:
                 part.mul_(most / norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any
 
 ALL = slice(None)
 
@@ -28,9 +28,6 @@ class Versioned:
         self.places = places
 
 
-V = TypeVar("V", bound=Versioned)
-
-
 class Versions:
     """The state of a bucket.
 
@@ -42,7 +39,7 @@ class Versions:
     def __init__(self) -> None:
         self.arrays: list[Versioned] = []
 
-    def add(self, versioned: V) -> V:
+    def add(self, versioned: Versioned) -> Versioned:
         """Add an array to the state."""
         self.arrays.append(versioned)
         return versioned

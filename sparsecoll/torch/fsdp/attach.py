@@ -166,7 +166,7 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
     if replica.transport is node:
         return inside
     values = {shard.name: shard.local for shard in shards.values()}
-    frozen = {name: p for group in groups for name, p in group.frozen.items()}
+    frozen = {s.name: s.local for group in groups for s in group.parameters if not s.param.requires_grad}
     replica.introduce(values | frozen, signature | {"shard": node.rank})
 
     def gather(_: CollectiveCall) -> list[list[int]]:
