@@ -244,6 +244,19 @@ def side_by_side(rows, nets, P=4):
     return markdown(shown)
 
 
+def defaults(rows, nets):
+    """Return the table of the default with SGD: by net, for 4 and 8 ranks."""
+    shown = []
+    for name in nets:
+        dense = [quality for *_, quality in last_points(rows, name, "dense", 4).values()]
+        row = {"": name, "dense": plus_minus(np.mean(dense), np.std(dense, ddof=1))}
+        for P in (P for P in (4, 8) if last_points(rows, name, DROP_IN, P)):
+            gap, error, fewer = against_dense(rows, name, DROP_IN, P)
+            row |= {f"P = {P}": plus_minus(gap, error, "+"), f"times fewer, P = {P}": fewer}
+        shown.append(row)
+    return markdown(shown)
+
+
 def seconds_table():
     """Return the table of seconds until a line first reaches the final accuracy of dense training less MARGIN."""
     shown, wide = [], load("time_to_quality")["rows"]
@@ -257,9 +270,10 @@ def seconds_table():
 
 
 def tables():
-    """Return the tables of docs/convergence.md by name: of nets side by side, of single nets, and of seconds."""
+    """Return the tables of docs/convergence*.md by name: the default, nets side by side, single nets, and seconds."""
     rows = load("convergence")["rows"]
-    made = {"nets": side_by_side(rows, ("vgg", "resnet", "lstm", "mlp")), "seconds": seconds_table()}
+    nets = ("vgg", "resnet", "lstm", "mlp")
+    made = {"defaults": defaults(rows, nets), "nets": side_by_side(rows, nets), "seconds": seconds_table()}
     made |= {name: table(rows, name) for name in ("resnet9", "text")}
     return {f"convergence.{name}": text for name, text in made.items()}
 

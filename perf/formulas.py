@@ -35,10 +35,9 @@ def densestream_words(k: int, P: int) -> tuple[float, float]:
     return 4 * k * (P - 1) / P, 2 * k * ((math.log2(P) / 2 + 1) * P - 1)
 
 
-def spardl_words(k: int, P: int, teams: int = 1) -> float:
-    """4k(P-1)/P for one team; for d, see docs/algorithms.md: two steps of T - 1 blocks of k/T entries, T = P/d."""
-    width, between = P // teams, teams - 1 if teams & (teams - 1) else rounds(teams)
-    return 2 * k / width * (2 * (width - 1) + between)
+def spardl_words(k: int, P: int) -> float:
+    """4k(P-1)/P: two steps of P - 1 blocks of k/P entries (SparDL, section III, one team)."""
+    return 4 * k * (P - 1) / P
 
 
 def cltk_words(k: int, P: int) -> float:

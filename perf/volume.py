@@ -41,7 +41,6 @@ ALGORITHMS = {  # name: (algorithm, formula, its words)
     ),
     "gtopk": ("gtopk", "2k log P, and as many sent", lambda n, k, P: formulas.gtopk_words(k, P) / 2),
     "spardl": ("spardl", "4k(P-1)/P", lambda n, k, P: formulas.spardl_words(k, P)),
-    "spardl, 4 teams": ("spardl:teams=4", "2k(2(T-1) + 2)/T, T = P/4", lambda n, k, P: formulas.spardl_words(k, P, 4)),
     "cltk": ("cltk", "at most k + 2k(P-1)/P", lambda n, k, P: formulas.cltk_words(k, P)),
     "oktopk": ("oktopk", "2k(P-1)/P to 6k(P-1)/P", lambda n, k, P: formulas.oktopk_words(k, P)),
 }

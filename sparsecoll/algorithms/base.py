@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import numpy as np
 
-from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.select import Selector, Vector, topk
 from sparsecoll.select.base import Stateful, check_selector
@@ -231,9 +230,9 @@ class Loss:
             self.add(part.rounding_error(rounded))
         return rounded
 
-    def truncate(self, part: SparseVector, kept: SparseVector, own: bool = True) -> SparseVector:
+    def truncate(self, part: SparseVector, kept: SparseVector) -> SparseVector:
         """Return `kept`, some entries of `part`, and record the others."""
-        if own and kept.nnz < part.nnz:
+        if kept.nnz < part.nnz:
             self.add(part.difference(kept))
         return kept
 
@@ -252,17 +251,3 @@ class Loss:
         for part in parts:
             rest.subtract_at(part)
         return rest
-
-
-def check_region(part: SparseVector, low: int, high: int, source: int) -> SparseVector:
-    """Return `part`, which `source` sent; raise CommunicationError if it has an index outside of low <= index < high.
-
-    Ranks do not compare the boundaries of chunks, which they learn in each call: an entry outside its region shows that
-    they differ.
-    """
-    if part.nnz and not low <= int(part.indices[0]) <= int(part.indices[-1]) < high:
-        raise CommunicationError(
-            f"boundaries: expected entries from {low} to below {high} of rank {source}, got {int(part.indices[0])} to"
-            f" {int(part.indices[-1])}; use an algorithm object on all ranks alike, for one vector on one communicator"
-        )
-    return part

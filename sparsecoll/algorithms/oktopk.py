@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_region, digest
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, digest
 from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.algorithms.primitives.balance import balanced
 from sparsecoll.algorithms.primitives.global_topk import global_topk
@@ -83,7 +83,6 @@ class OkTopk(Algorithm):
     _calls: int = field(default=0, init=False, repr=False)
     _key: list[int] = field(default_factory=lambda: [-1, -1], init=False, repr=False)  # length and k of the last call
     _boundaries: list[int] = field(default_factory=list, init=False, repr=False)
-    _edges: list[int] = field(default_factory=list, init=False, repr=False, compare=False)  # of the regions' chunks
     _owners: list[int] = field(default_factory=list, init=False, repr=False)  # rank of each region
     _overloaded: bool = field(default=False, init=False, repr=False)  # repartition at the next call
     _local: ThresholdReuse = field(default_factory=ThresholdReuse, init=False, repr=False)
@@ -139,8 +138,6 @@ class OkTopk(Algorithm):
         with channel.phase("gather"):
             final = channel.round(chosen.astype(x.dtype))
             value = self._balance_and_allgatherv(channel, final.drop_zeros(), largest, sizes).astype(x.dtype)
-        chunks = self._chunk_count(x, k, channel)
-        self._edges = value.subdivide(self._boundaries, chunks) if chunks > 1 else []
         self._calls += 1
 
         def contributed() -> SparseVector:
@@ -170,9 +167,9 @@ class OkTopk(Algorithm):
         and written again for every bucket.
         """
         rank, size = channel.rank, channel.size
-        chunks = self._chunk_count(x, k, channel)
-        edges = self._chunk_edges(chunks)
-        parts = x.split(edges)
+        chunks = pipeline.chunks(k * (x.dtype.itemsize + 1) / size, channel.transport.one_node)  # of each region
+        evenly = [a + (b - a) * chunk // chunks for a, b in pairwise(self._boundaries) for chunk in range(chunks)]
+        parts = x.split([*evenly, self._boundaries[-1]])
         region_of = {owner: region for region, owner in enumerate(self._owners)}
         steps = range(1, size)
         buckets = [steps[i : i + self.bucket] for i in range(0, len(steps), self.bucket)]
@@ -190,27 +187,12 @@ class OkTopk(Algorithm):
                 yield [channel.irecv((rank - step) % size) for step in bucket]
 
         for (chunk, bucket), arrived in zip(order, pipeline.run(channel.transport, stages()), strict=True):
-            low, high = edges[first + chunk], edges[first + chunk + 1]
-            sources = [(rank - step) % size for step in bucket]
-            entries = [check_region(part, low, high, source) for part, source in zip(arrived, sources, strict=True)]
-            load += sum(part.nnz for part in entries)
-            waiting[chunk] += entries
+            load += sum(part.nnz for part in arrived)
+            waiting[chunk] += arrived
             if bucket is buckets[-1] or sum(part.nnz for part in waiting[chunk]) >= reduced[chunk].nnz:
                 reduced[chunk] = SparseVector.merge([reduced[chunk], *waiting[chunk]], reduced[chunk].dtype)
                 waiting[chunk].clear()
         return SparseVector.concatenate(reduced), load
-
-    @staticmethod
-    def _chunk_count(x: SparseVector, k: int, channel: Channel) -> int:
-        """Return the number of chunks into which the messages of each region are divided."""
-        return pipeline.chunks(k * (x.dtype.itemsize + 1) / channel.size, channel.transport.one_node)
-
-    def _chunk_edges(self, chunks: int) -> list[int]:
-        """Return the boundaries of all chunks: those of the last result, or even ones if they do not fit."""
-        if len(self._edges) == len(self._owners) * chunks + 1 and self._edges[::chunks] == self._boundaries:
-            return self._edges
-        evenly = [a + (b - a) * chunk // chunks for a, b in pairwise(self._boundaries) for chunk in range(chunks)]
-        return [*evenly, self._boundaries[-1]]
 
     # 4. global threshold
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from sparsecoll.algorithms import Algorithm, LowBit, as_algorithm
 from sparsecoll.collectives import convert
@@ -12,64 +10,13 @@ from sparsecoll.collectives.allreduce import arguments_of, contribution, counts_
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.collectives.signature import Algo, AnyComm, Dense, Given, ReduceOptions, T, Triple, Unpack, X, takes
-from sparsecoll.errors import CommunicationError
 from sparsecoll.select import Vector
-from sparsecoll.transport import Transport
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
 from sparsecoll.transport.progress import Request, in_background
 from sparsecoll.vector import SparseVector
 
-if TYPE_CHECKING:
-    from typing import Self
-
 NAME = "allreduce_init"
 R = TypeVar("R")
-
-
-class _Allreduce:
-    """What the calls of a plan have in common, found out with an example x."""
-
-    def __init__(self, call: CollectiveCall, x: Any, algo: str | Algorithm, options: CallOptions) -> None:
-        transport, self._options = call.transport, options
-        vector, _ = _to_vector(x)
-        self._kind = _kind_of(x, vector)
-        self._selecting = as_algorithm(algo)
-        self._selecting.sync_epoch(transport.epoch)
-        arguments = arguments_of(call, vector, self._selecting, options, tuple(getattr(x, "shape", ())))
-        self._k = k = arguments.k
-        channel, counted = options.channel(transport, vector), counts_entries(self._selecting, k, vector.length)
-        if k is None and counted and self._selecting.semantics != "exact_sum":
-            raise ValueError(f"k, density: expected one of them for algo={self._selecting.name!r}, got neither")
-        self._size, early = k or 0, False
-        call.state = self._selecting.replicated_state()
-        if counted:
-            entries = contribution(vector, self._selecting, k, channel, options)
-            message = early_message(self._selecting, channel, entries) if k is None else None
-            self._size = max(call.agree(entries.nnz, options.check, every=False))
-            sends = int(message is not None and message.size > AGREEMENT_BYTES)
-            early = all(call.agree(sends, options.check, every=False))
-        else:
-            call.agree(check=options.check)
-        self._algorithm, self._channel = self._selecting.persistent(channel, vector, self._size, early)
-        transport.waitall()
-        self._signature, self._checksum = arguments.signature, arguments.checksum
-
-    def __call__(self, call: CollectiveCall, x: Any) -> Any:
-        """Return the result for x."""
-        transport, options = call.transport, self._options
-        call.signature = self._signature
-        vector, back = _to_vector(x)
-        kind = _kind_of(x, vector)
-        if kind != self._kind:
-            raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
-        for algorithm in (self._selecting, self._algorithm):
-            algorithm.sync_epoch(transport.epoch)
-        entries = contribution(vector, self._selecting, self._k, self._channel, options)
-        call.state = self._algorithm.replicated_state()
-        call.agree(check=options.check, checksum=self._checksum)
-        value = run(self._algorithm, self._channel, entries, self._size).value
-        call.leaves(self._algorithm.replicated_state())
-        return returned(self._algorithm, value, x, vector, back, transport, options)
 
 
 def _to_vector(x: Any) -> tuple[Vector, Back]:
@@ -124,7 +71,7 @@ def allreduce_init(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack
         **options: density, op, missing, format, value_dtype, timeout, check, nonfinite, as in `sparsecoll.allreduce`.
 
     Returns:
-        Plan: `plan(x)` returns the sum, `plan.start(x)` and `plan.wait()` form it in the background.
+        Plan: `plan(x)` returns the sum, and `plan.start(x)` a Request of it, which is formed in the background.
 
     Volume: as of the first `sparsecoll.allreduce` with these arguments, without the data.
 
@@ -139,37 +86,52 @@ def allreduce_init(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack
     [0.0, 4.0, 8.0]
     """
     given = CallOptions(**options)
-    return blocking(
-        comm, NAME, given, lambda call: Plan(call.transport, given.timeout, _Allreduce(call, x, algo, given))
-    )
+    return blocking(comm, NAME, given, lambda call: Plan(call, x, algo, given))
 
 
 class Plan(Generic[R]):
     """A persistent allreduce, as `sparsecoll.allreduce_init` returns it.
 
-    `plan(x)` returns the result of the blocking call. `plan.start(x)` starts the call in the background, and
-    `plan.wait()` returns its result. After `plan.free()`, or the end of a `with` statement, the plan cannot be called.
+    `plan(x)` returns the result of the blocking call; `plan.start(x)` starts the call in the background and returns its
+    Request. Nothing need be freed.
 
     Args:
-        transport: the communicator.
-        timeout: seconds to wait for a message in each call; None for no limit.
-        perform: does the work of one call on x, within a CollectiveCall.
+        call: the call in which the ranks compare the arguments.
+        x: example of the vectors.
+        algo: as in `sparsecoll.allreduce_init`.
+        options: of all calls.
 
     >>> def program(comm):
     ...     x = sparsecoll.SparseVector([comm.rank], np.ones(1), 4)
-    ...     with sparsecoll.allreduce_init(comm, x) as plan:
-    ...         plan.start(x)
-    ...         return plan.wait().toarray()
+    ...     plan = sparsecoll.allreduce_init(comm, x)
+    ...     return plan.start(x).wait().toarray()
     >>> sparsecoll.simulate(2, program).results[0]
     array([1., 1., 0., 0.])
     """
 
-    def __init__(
-        self, transport: Transport, timeout: float | None, perform: Callable[[CollectiveCall, Any], R]
-    ) -> None:
-        self._transport, self._timeout = transport, timeout
-        self._perform: Callable[[CollectiveCall, Any], R] | None = perform
-        self._request: Request[R] | None = None
+    def __init__(self, call: CollectiveCall, x: Any, algo: str | Algorithm, options: CallOptions) -> None:
+        self._transport, self._options = call.transport, options
+        vector, _ = _to_vector(x)
+        self._kind = _kind_of(x, vector)
+        self._selecting = as_algorithm(algo)
+        self._selecting.sync_epoch(call.transport.epoch)
+        self._arguments = arguments_of(call, vector, self._selecting, options, tuple(getattr(x, "shape", ())))
+        k = self._arguments.k
+        channel, counted = options.channel(call.transport, vector), counts_entries(self._selecting, k, vector.length)
+        if k is None and counted and self._selecting.semantics != "exact_sum":
+            raise ValueError(f"k, density: expected one of them for algo={self._selecting.name!r}, got neither")
+        self._size, early = k or 0, False
+        call.state = self._selecting.replicated_state()
+        if counted:
+            entries = contribution(vector, self._selecting, k, channel, options)
+            message = early_message(self._selecting, channel, entries) if k is None else None
+            self._size = max(call.agree(entries.nnz, options.check, every=False))
+            sends = int(message is not None and message.size > AGREEMENT_BYTES)
+            early = all(call.agree(sends, options.check, every=False))
+        else:
+            call.agree(check=options.check)
+        self._algorithm, self._channel = self._selecting.persistent(channel, vector, self._size, early)
+        call.transport.waitall()
 
     def __call__(self, x: Any) -> R:
         """Return what `allreduce` returns for x with the plan's arguments. Collective.
@@ -179,83 +141,37 @@ class Plan(Generic[R]):
 
         Raises:
             ValueError: On every rank, if x differs from the example on some rank, or a value is not finite.
-            CommunicationError: As in `sparsecoll.allreduce`; or the plan has been freed.
+            CommunicationError: As in `sparsecoll.allreduce`.
         """
-        return self._transport.in_order(self._prepared(x))
+        return self._transport.in_order(lambda: self._result(x))
 
     def start(self, x: Any) -> Request[R]:
-        """Start the call for x in the background; return its Request, for which `wait` waits, too. Collective.
+        """Start the call for x in the background, after earlier ones; return its Request. Collective.
 
         Args:
             x: as for the plan itself; do not change it until the call has finished.
-
-        Raises:
-            CommunicationError: The call started before has not been waited for.
         """
-        self._check_waited_for("start")
-        self._request = Request(in_background(self._transport, self._prepared(x)))
-        return self._request
-
-    def test(self) -> bool:
-        """Return whether the started call has finished; True if none was started, as in MPI."""
-        return self._request is None or self._request.test()
-
-    def wait(self, timeout: float | None = None) -> R:
-        """Wait for the started call; return its result or raise its exception.
-
-        Args:
-            timeout: seconds to wait; None, the default, for no limit.
-
-        Raises:
-            CommunicationError: The call has not finished within `timeout`, and `wait` may be called again; or none was
-                started.
-        """
-        if self._request is None:
-            raise CommunicationError("No call has been started: call start(x) before wait().")
-        try:
-            return self._request.wait(timeout)
-        finally:
-            if self._request.test():
-                self._request = None
-
-    def free(self) -> None:
-        """Release what the plan keeps between calls; later calls raise CommunicationError on all ranks.
-
-        Raises:
-            CommunicationError: The call started before has not been waited for.
-        """
-        self._check_waited_for("free")
-        self._perform = self._request = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None and self._request is not None and not self._request.waited_for:
-            self.wait()
-        self._perform = self._request = None
+        return Request(in_background(self._transport, lambda: self._result(x)))
 
     def __repr__(self) -> str:
-        state = "freed" if self._perform is None else self._request if self._request is not None else "not started"
-        return f"Plan({self._transport.size} ranks, {state})"
+        return f"Plan({self._selecting.name}, {self._transport.size} ranks)"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Plan cannot be pickled or copied: call allreduce_init again")
 
-    def _check_waited_for(self, what: str) -> None:
-        if self._request is not None and not self._request.waited_for:
-            raise CommunicationError(f"A started call is under way: call wait() before {what}().")
-
-    def _prepared(self, x: Any) -> Callable[[], R]:
-        """Return the call for x as the plan is now: a call started before `free` or the end of `with` is finished."""
-        perform = self._perform
-
-        def call() -> R:
-            with CollectiveCall(self._transport, NAME, self._timeout) as call:
-                if perform is None:
-                    raise CommunicationError("This plan has been freed: call allreduce_init again.")
-                return perform(call, x)
-
-        return call
+    def _result(self, x: Any) -> R:
+        transport, options, algorithm = self._transport, self._options, self._algorithm
+        with CollectiveCall(transport, NAME, options.timeout) as call:
+            call.signature = self._arguments.signature
+            vector, back = _to_vector(x)
+            kind = _kind_of(x, vector)
+            if kind != self._kind:
+                raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
+            for one in (self._selecting, algorithm):
+                one.sync_epoch(transport.epoch)
+            entries = contribution(vector, self._selecting, self._arguments.k, self._channel, options)
+            call.state = algorithm.replicated_state()
+            call.agree(check=options.check, checksum=self._arguments.checksum)
+            value = run(algorithm, self._channel, entries, self._size).value
+            call.leaves(algorithm.replicated_state())
+            return returned(algorithm, value, x, vector, back, transport, options)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.collectives.convert import words
 from sparsecoll.collectives.convert.mappings import EXACT, ToMapping, from_mapping
-from sparsecoll.collectives.convert.words import Table, Text, table_of, unpacked
+from sparsecoll.collectives.convert.words import Text, table_of, unpacked
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.keys import index_dtype
@@ -134,7 +134,7 @@ def _with_common_keys(call: CollectiveCall, x: SparseVector, back: ToMapping, to
     if back.keys == KEYS[0]:
         return x.shifted(0, max(call.agree(x.length, check, every=False))), back
     text, indices = table_of(call.transport, back.words, total)
-    return SparseVector.from_pairs(indices, x.values, len(text), None), replace(back, words=Table(text, back.keys))
+    return SparseVector.from_pairs(indices, x.values, len(text), None), replace(back, words=text.keys(back.keys))
 
 
 # Few keys
@@ -224,4 +224,4 @@ def _united(texts: list[Text], values: list[NDArray[Any]], back: ToMapping) -> t
     numbers, first = every.numbers()
     each = zip(np.split(numbers, np.cumsum([len(text) for text in texts])[:-1]), values, strict=True)
     parts = [SparseVector.from_pairs(own_numbers, own_values, first.size, None) for own_numbers, own_values in each]
-    return parts, replace(back, words=Table(every.take(first), back.keys))
+    return parts, replace(back, words=every.take(first).keys(back.keys))

@@ -129,14 +129,8 @@ class DenseVector(Values):
 
     def select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
         """Return the values whose bit is set in a mask as of `SparseVector.mask`, zeros among them."""
-        set_bytes = np.flatnonzero(mask)  # few: unpack these alone
-        inside = np.flatnonzero(np.unpackbits(mask[set_bytes]))
-        indices = set_bytes[inside >> 3]
-        indices *= 8
-        inside &= 7
-        indices += inside
-        del set_bytes, inside
-        return self.take(asarray_like(indices.astype(index_dtype(self.length)), self.values))
+        indices = np.flatnonzero(np.unpackbits(mask, count=self.length)).astype(index_dtype(self.length))
+        return self.take(asarray_like(indices, self.values))
 
     def stored(self) -> SparseVector:
         """Return the entries of a sum of `marked` vectors, zeros among them; the values of this one are lost."""

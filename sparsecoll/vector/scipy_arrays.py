@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from sparsecoll.vector.coordinates import coordinates, count, flat_indices, flat_of_rows, rows_of_flat, used_indices
 from sparsecoll.vector.pairs import combined
@@ -57,13 +54,6 @@ def block_shape(x: Any) -> tuple[int, int]:
     return -(-m // max(height, 1)), -(-n // max(width, 1))
 
 
-@functools.lru_cache(maxsize=16)
-def _without_arrays(cls: Any, shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
-    made = cls(shape, dtype=dtype)
-    made.data = made.indices = made.indptr = np.empty(0, dtype)
-    return made
-
-
 def to_scipy(
     indices: NDArray[Any],
     values: NDArray[Any],
@@ -88,9 +78,8 @@ def to_scipy(
     if len(shape) == 2 and form in BY_ROWS:
         starts, columns = rows_of_flat(indices, (shape[0], shape[1]), index_dtype)
         by_rows = cls if form == "csr" else getattr(sparse, f"csr_{kind[4:]}")
-        made = object.__new__(by_rows)
-        made.__dict__ |= _without_arrays(by_rows, shape, values.dtype).__dict__  # the constructor would validate them
-        made.data, made.indices, made.indptr = values, columns, starts
+        made = by_rows(shape, dtype=values.dtype)
+        made.data, made.indices, made.indptr = values, columns, starts  # which the constructor would validate
         made.has_canonical_format = True
         if form == "bsr":
             return made.tobsr(blocksize=blocksize)

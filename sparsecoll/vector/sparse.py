@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -125,14 +125,6 @@ class SparseVector(Arithmetic):
 
     # Parts of the entries
 
-    def subdivide(self, edges: Sequence[int], parts: int) -> list[int]:
-        """Return edges that divide each region between `edges` into `parts` with equal numbers of stored entries."""
-        finer: list[int] = []
-        for (low, _), (start, stop) in zip(pairwise(edges), pairwise(self.searchsorted(edges).tolist()), strict=True):
-            positions = [start + (stop - start) * part // parts for part in range(1, parts)]
-            finer += [low, *(self.indices[positions].tolist() if start < stop else [low] * (parts - 1))]
-        return [*finer, edges[-1]]
-
     def sample(self, stride: int, offset: int) -> SparseVector:
         """Return every stride-th stored value from position `offset` on, copied, as a vector without gaps."""
         values = self.values[offset::stride].copy()
@@ -224,14 +216,10 @@ class SparseVector(Arithmetic):
 
     def mask(self) -> NDArray[np.uint8]:
         """Return one bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
-        if self.on_gpu:
-            marks = empty(self.length, np.uint8, self.values)
-            marks[:] = 0
-            marks[self.indices] = 1
-            return to_host(np.packbits(marks))
-        bits = np.zeros(-(-self.length // 8), np.uint8)  # without a byte for each coordinate
-        np.bitwise_or.at(bits, self.indices >> 3, np.uint8(128) >> (self.indices & 7).astype(np.uint8))
-        return bits
+        marks = empty(self.length, np.uint8, self.values)
+        marks[:] = 0
+        marks[self.indices] = 1
+        return to_host(np.packbits(marks))
 
     def mask_of(self, other: SparseVector) -> NDArray[np.uint8]:
         """Return one bit for each entry of this vector, set where `other` stores its index; as np.packbits."""

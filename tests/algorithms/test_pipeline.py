@@ -8,7 +8,6 @@ from cases import support
 
 import sparsecoll
 from sparsecoll import Allgather, Costs, Network, OkTopk, SparseVector, formats, simulate
-from sparsecoll.algorithms.allgather import rebalanced
 from sparsecoll.algorithms.primitives import pipeline
 from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import CallOptions
@@ -84,7 +83,7 @@ def test_a_sum_that_is_left_to_the_caller_has_the_same_bits(options, algo, chunk
 
     def program(comm):
         transport, algorithm, given = as_transport(comm), algo(), CallOptions(k=K, **options)
-        for _ in range(3):  # later calls have other chunks
+        for _ in range(3):
             call = partial(allreduce_vectors, transport, vectors[comm.rank], algorithm, given, True)
             formed, left = call(), call(deferred=True)
             assert formed.parts is None and left.parts
@@ -96,14 +95,6 @@ def test_a_sum_that_is_left_to_the_caller_has_the_same_bits(options, algo, chunk
             assert left.parts is None
 
     simulate(5, program)
-
-
-def test_chunks_are_balanced_by_the_entries_of_the_last_ones():
-    assert rebalanced([0, 100, 200, 300], [30, 30, 30]) == [0, 100, 200, 300]
-    assert rebalanced([0, 100, 200, 300], [90, 0, 0]) == [0, 33, 66, 300]
-    assert rebalanced([0, 100, 200, 300], [0, 0, 3]) == [0, 233, 266, 300]
-    assert rebalanced([0, 1, 2, 3, 4], [0, 0, 0, 0]) == [0, 0, 0, 0, 4]
-    assert rebalanced([0, 0, 0, 8], [0, 0, 40]) == [0, 2, 5, 8]
 
 
 @pytest.mark.parametrize("make", [Allgather, OkTopk])
@@ -149,32 +140,6 @@ def test_costs_take_virtual_time():
 
     assert simulate(2, program, costs=Costs(merge=0.5, call=1.0)).results == [3.0, 3.0]
     assert simulate(2, program).results == [0.0, 0.0]
-
-
-def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank(monkeypatch):
-    """They change with every sum; those of `OkTopk` are known to all ranks, those of chunks are not compared."""
-    monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
-
-    def program(comm, make, spoil):
-        algorithm, agreed = make(), []
-        for step in range(4):
-            rng = np.random.default_rng([comm.rank, step])
-            indices = np.sort(rng.choice(N, K, replace=False))
-            x = SparseVector(indices, rng.standard_normal(K).astype(np.float32), N)
-            if spoil and step == 3 and comm.rank == 1:
-                algorithm._edges = [0, *(edge // 2 for edge in algorithm._edges[1:-1]), N]
-                algorithm._boundaries = algorithm._edges[:: max(len(algorithm._edges) // 4, 1)]
-            try:
-                y = sparsecoll.allreduce(comm, x, algorithm, k=K, return_reduction=True)
-            except sparsecoll.CommunicationError as error:
-                return str(error)
-            agreed.append(y.traffic.phases["agree"].messages_sent if "agree" in y.traffic.phases else 0)
-        return agreed
-
-    for make, text in ((Allgather, "boundaries: expected entries from"), (OkTopk, "state of the algorithm object")):
-        assert simulate(4, lambda comm, m=make: program(comm, m, False)).results == [[2, 0, 0, 0]] * 4
-        texts = set(simulate(4, lambda comm, m=make: program(comm, m, True)).results)
-        assert len(texts) == 1 and text in texts.pop()
 
 
 @pytest.mark.parametrize("format", ["slots", formats.SlotsFormat(m=500), "packed_codes"])

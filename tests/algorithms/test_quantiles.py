@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from sparsecoll import simulate
-from sparsecoll.algorithms.primitives.quantiles import Items, quantiles
+from sparsecoll.algorithms.primitives.quantiles import quantiles
 
 
 @settings(max_examples=60, deadline=None)
@@ -24,17 +24,14 @@ def test_items_of_given_ranks_are_those_of_the_sorted_union(P, seed, stop, data)
     ranks = sorted(data.draw(st.lists(st.integers(0, union.size - 1), min_size=1, max_size=5)))
     first = np.unique(rng.integers(0, stop - 1, 5, dtype=np.uint64, endpoint=True))  # the answer may be elsewhere
     first = first if seed % 2 else None
-    for ascending in (True, False):
 
-        def program(comm, ascending=ascending):
-            own = parts[comm.rank]
-            items = Items(own, True) if ascending else Items(np.random.default_rng(seed).permutation(own))
-            return quantiles(comm.transport, items, ranks, stop, union.size, first_edges=first)
+    def program(comm):
+        return quantiles(comm.transport, parts[comm.rank], ranks, stop, union.size, first_edges=first)
 
-        for found in simulate(P, program).results:
-            for rank, (edge, below) in zip(ranks, found, strict=True):
-                assert edge == union[rank]
-                assert below == np.searchsorted(union, union[rank])
+    for found in simulate(P, program).results:
+        for rank, (edge, below) in zip(ranks, found, strict=True):
+            assert edge == union[rank]
+            assert below == np.searchsorted(union, union[rank])
 
 
 @pytest.mark.parametrize("tolerance", [0, 5, 40])
@@ -44,9 +41,7 @@ def test_tolerance_bounds_the_count_where_items_are_distinct(tolerance):
     parts = [np.unique(p).astype(np.uint32) for p in parts]
     union = np.sort(np.concatenate(parts))
     ranks = [union.size * j // 7 for j in range(1, 7)]
-    found = simulate(
-        P, lambda c: quantiles(c.transport, Items(parts[c.rank], True), ranks, stop, union.size, tolerance)
-    ).results
+    found = simulate(P, lambda c: quantiles(c.transport, parts[c.rank], ranks, stop, union.size, tolerance)).results
     repeats = np.unique(union, return_counts=True)[1].max()
     for rank, (edge, below) in zip(ranks, found[0], strict=True):
         assert below == np.searchsorted(union, edge)

@@ -97,45 +97,18 @@ def test_fewer_functions_are_called():
     assert calls_of(lambda: plan(x)) < 0.8 * calls_of(lambda: sparsecoll.allreduce(comm, x))
 
 
-def test_start_wait_and_free():
+def test_started_calls_are_made_in_order():
+    """Also several before any is waited for, and after one that has failed."""
     comm = LocalTransport()
     x = SparseVector([1, 3], np.ones(2), 5)
     plan = sparsecoll.allreduce_init(comm, x)
-    with pytest.raises(CommunicationError, match="No call has been started"):
-        plan.wait()
-    assert plan.test()
-    for step in range(3):
-        request = plan.start(step * x)
-        with pytest.raises(CommunicationError, match=r"call wait\(\) before start\(\)"):
-            plan.start(x)
-        assert plan.wait(30) == request.wait() == step * x and plan.test()
-    plan.start(x * np.nan)
+    requests = [plan.start(step * x) for step in range(3)]
+    assert plan(x) == x and all(request.test() for request in requests)
+    assert Request.waitall(requests) == [step * x for step in range(3)]
+    failing = plan.start(x * np.nan)
     with pytest.raises(ValueError, match="finite"):
-        plan.wait()
-    assert plan(x) == x
-    with plan:
-        assert Request.waitall([plan.start(x)]) == [x]
-        plan.start(2 * x)  # the call before it has been waited for
-        with pytest.raises(CommunicationError, match=r"call wait\(\) before free\(\)"):
-            plan.free()
-        assert plan.wait() == 2 * x
-        plan.start(3 * x)
-    with pytest.raises(CommunicationError, match="This plan has been freed"):
-        plan(x)
-    with pytest.raises(ValueError, match="finite"), sparsecoll.allreduce_init(comm, x) as plan:
-        plan.start(x * np.nan)  # the end of the block waits
-
-
-def test_calls_of_a_plan_that_one_rank_has_freed_fail_on_all():
-    def program(comm):
-        x = case("random", comm.rank, 3)
-        plan = sparsecoll.allreduce_init(comm, x)
-        if comm.rank == 2:
-            plan.free()
-        with pytest.raises(CommunicationError, match="rank 2: This plan has been freed"):
-            plan(x)
-
-    simulate(3, program)
+        failing.wait()
+    assert plan.start(x).wait(30) == x
 
 
 ERRORS = {
@@ -218,17 +191,14 @@ def test_what_a_session_shows_of_calls_fits_one_line():
     def program(comm):
         x = sparsecoll.SparseVector([comm.rank], np.ones(1), 4)
         plan = sparsecoll.allreduce_init(comm, x)
-        states = [repr(plan)]
-        states += [repr(plan.start(x)), repr(plan)]
-        plan.wait()
-        plan.free()
-        return [*states, repr(plan), repr(sparsecoll.traffic(comm))], sparsecoll.traffic(comm)._repr_html_()
+        request = plan.start(x)
+        request.wait()
+        return [repr(plan), repr(request), repr(sparsecoll.traffic(comm))], sparsecoll.traffic(comm)._repr_html_()
 
     simulation = simulate(2, program)
     texts, table = simulation.results[0]
-    finished = "Request(finished)"
-    assert texts[:4] == ["Plan(2 ranks, not started)", finished, f"Plan(2 ranks, {finished})", "Plan(2 ranks, freed)"]
+    assert texts[:2] == ["Plan(auto, 2 ranks)", "Request(finished)"]
     received = simulation.traffic[0].total.bytes_received
-    assert texts[4].startswith("Traffic(sent ") and f"received {received:,} bytes" in texts[4]
+    assert texts[2].startswith("Traffic(sent ") and f"received {received:,} bytes" in texts[2]
     assert f"<tr><td>total</td><td>{received:,}</td><td>{received:,}</td>" in table
     assert repr(simulation).startswith("Simulation(2 ranks, ") and f"at most {received:,} bytes" in repr(simulation)

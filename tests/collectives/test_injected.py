@@ -21,8 +21,8 @@ HOME = Path(sparsecoll.__file__).parent
 ROOMS = ("collectives", "algorithms", "select", "formats", "vector")
 BINDING = {  # what comes before the call begins, with the public functions themselves
     "blocking", "blocking.<locals>.make", "nonblocking.<locals>.start",
-    "nonblocking.<locals>.start.<locals>.<lambda>", "Plan.__call__", "Plan._prepared",
-    "Plan._prepared.<locals>.call", "Plan.__enter__", "Plan.__exit__", "CallOptions.moving",
+    "nonblocking.<locals>.start.<locals>.<lambda>", "Plan.__call__",
+    "Plan.__call__.<locals>.<lambda>", "CallOptions.moving",
 }  # fmt: skip
 
 
@@ -36,8 +36,7 @@ def vector(comm, length=40):
 
 
 def planned(comm, x):
-    with sparsecoll.allreduce_init(comm, x) as plan:
-        return plan(x)
+    return sparsecoll.allreduce_init(comm, x)(x)
 
 
 CALLS = {  # name -> x of a rank, and the call

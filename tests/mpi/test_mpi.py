@@ -143,8 +143,7 @@ def test_a_plan_ends_with_its_communicator(comm, mpi):
         pytest.skip("one rank sends nothing")
     mine, x = comm.Dup(), case("random", comm.rank, comm.size)
     plan = sparsecoll.allreduce_init(mine, x)
-    plan.start(x)
-    plan.wait()
+    plan.start(x).wait()
     mine.Free()
     for call in (plan, lambda x: plan.start(x).wait()):
         with pytest.raises(CommunicationError, match="communicator is out of use since it was freed"):

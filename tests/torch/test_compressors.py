@@ -40,7 +40,6 @@ CONSERVING = {
     "topk over cltk": TopKCompressor(0.05, algo="cltk"),
     "oktopk object": TopKCompressor(0.05, algo=sparsecoll.OkTopk(tau=2, tau_prime=2)),
     "an algorithm": sparsecoll.SparDL(),
-    "dgc, random sample": dgc(0.1, momentum=0.0, selector=sparsecoll.select.SampledThreshold(random=True)),
 }
 
 

@@ -32,8 +32,8 @@ def other_checkpoint(comm, x, algo, call):
 
 def other_boundaries(comm, x, algo, call):
     call()
-    for attribute in {"_edges", "_boundaries"} & vars(algo).keys() if is_last(comm) else ():
-        setattr(algo, attribute, [edge // 2 for edge in getattr(algo, attribute)[:-1]] + [x.length - 1])
+    if is_last(comm):
+        algo._boundaries = [edge // 2 for edge in algo._boundaries[:-1]] + [x.length - 1]
 
 
 def new_object(comm, x, algo, call):

@@ -46,9 +46,9 @@ def later(comm: sparsecoll.Comm, x: SparseVector, dense: Floats) -> None:
     assert_type(sparsecoll.iallreduce(comm, dense, k=3), Request[SparseVector])
     assert_type(sparsecoll.ireduce(comm, x).wait(), SparseVector | None)
     assert_type(Request.waitall([sparsecoll.iallgather(comm, x)]), list[list[SparseVector]])
-    with sparsecoll.allreduce_init(comm, dense, k=5) as plan:
-        assert_type(plan(dense), SparseVector)
-        assert_type(plan.start(dense).wait(), SparseVector)
+    plan = sparsecoll.allreduce_init(comm, dense, k=5)
+    assert_type(plan(dense), SparseVector)
+    assert_type(plan.start(dense).wait(), SparseVector)
 
 
 def program(comm: sparsecoll.Comm) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.algorithms.primitives.quantiles import EDGES_PER_RANK, MOST_EDGES, Items, quantiles
+from sparsecoll.algorithms.primitives.quantiles import EDGES_PER_RANK, MOST_EDGES, quantiles
 from sparsecoll.kernels.keys import key_of
 from sparsecoll.select import ThresholdReuse
 from sparsecoll.transport.all_ranks import allgather
@@ -44,7 +44,7 @@ def global_topk(
     slack = -1 if exact else int(k * reuse.tolerance / 2)
     near_last = _edges_around(entries, reuse.value, largest, transport.size)
     [(key, below)] = quantiles(
-        transport, Items(entries.magnitude_keys()), [total - k], largest + 1, total, slack, near_last
+        transport, np.sort(entries.magnitude_keys()), [total - k], largest + 1, total, slack, near_last
     )
     counts = entries.count_around_key(key, ThresholdReuse.PROBE)
     above, equal, near = allgather(transport, np.array(counts)).T

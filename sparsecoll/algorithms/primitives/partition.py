@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsecoll.algorithms.primitives.quantiles import Items, quantiles
+from sparsecoll.algorithms.primitives.quantiles import quantiles
 from sparsecoll.transport.all_ranks import allgather, sum_counts
 from sparsecoll.transport.base import Transport
 from sparsecoll.vector import SparseVector
@@ -34,11 +34,7 @@ def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
         return even
     targets = [total * j // size for j in range(1, size)]
     slack = total // (100 * size) if size > 3 else 0  # for P <= 3 Ok-Topk's bound leaves nothing to waste
-    return [
-        0,
-        *(edge for edge, _ in quantiles(transport, Items(x.indices, ascending=True), targets, length, total, slack)),
-        length,
-    ]
+    return [0, *(edge for edge, _ in quantiles(transport, x.indices, targets, length, total, slack)), length]
 
 
 def shares(k: int, parts: int, call: int) -> list[int]:

@@ -22,37 +22,9 @@ MOST_EDGES = 1024  # a round for a single answer, however many the ranks
 Counts = NDArray[np.int64]
 
 
-class Items:
-    """This rank's items, unsigned integers, and how many of them are below some edges.
-
-    Args:
-        items: the items.
-        ascending: whether they are in this order; if not, those outside the outermost edges are left out from then on.
-    """
-
-    def __init__(self, items: NDArray[Any], ascending: bool = False) -> None:
-        self._items, self._ascending = items, ascending
-        self._kept, self._before = items, 0  # those from `low` on and below `high`, and how many are below `low`
-        self._low, self._high = 0, 2**64
-
-    def below(self, edges: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return how many items are below each of some edges, which ascend and are within the range of the dtype."""
-        own = asarray_like(edges.astype(self._items.dtype), self._items)
-        if self._ascending:
-            return to_host(np.searchsorted(self._items, own))
-        low, high = int(edges[0]), int(edges[-1])
-        if low < self._low or high > self._high:
-            self._kept, self._before = self._items, 0
-        kept = self._kept
-        self._before += int((kept < low).sum())
-        self._kept, self._low, self._high = kept[(kept >= low) & (kept < high)], low, high
-        places = np.searchsorted(own, self._kept, side="right")
-        return self._before + to_host(np.cumsum(np.bincount(places, minlength=own.size)))
-
-
 def quantiles(
     transport: Transport,
-    items: Items,
+    items: NDArray[Any],
     ranks: list[int],
     stop: int,
     total: int,
@@ -62,7 +34,7 @@ def quantiles(
     """Return, for each of `ranks` (ascending, 0 <= R < total), an edge e and the number of items below it.
 
     Args:
-        items: this rank's items, below `stop`.
+        items: this rank's items, ascending and below `stop`.
         total: number of items on all ranks together.
         tolerance: largest difference between the number of items below e and R. -1 asks for the item of rank R itself:
             then at most R items are below e, and more than R are below e + 1.
@@ -88,7 +60,8 @@ def quantiles(
             edges = _inner_edges(starts, last[open_][first], max(1, budget // starts.size))
         else:
             edges, first_edges = first_edges, None
-        counts = sum_counts(transport, items.below(edges).astype(counter)).astype(np.int64)
+        below = np.searchsorted(items, asarray_like(edges.astype(items.dtype), items))
+        counts = sum_counts(transport, to_host(below).astype(counter)).astype(np.int64)
         _narrow(wanted, (low, below_low), (last, below_high), edges, counts)
     nearer_low = (low == last) | (wanted - below_low <= below_high - wanted)
     return [

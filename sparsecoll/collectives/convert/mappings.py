@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.words import Table
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.vector import SparseVector
 
@@ -116,14 +115,13 @@ class ToMapping(Back):
     kind: str
     factory: str
     keys: str = "integers"
-    words: Any = ()  # Keys, or a Table
+    words: Any = ()
     largest: int = 0
 
     def __call__(self, y: SparseVector) -> Any:
         keys: Any = y.indices.tolist()
         if self.keys != "integers":
-            words = self.words.keys if isinstance(self.words, Table) else self.words
-            keys = words if len(words) == y.nnz else map(words.__getitem__, keys)
+            keys = self.words if len(self.words) == y.nnz else map(self.words.__getitem__, keys)
         if self.keys == "tuples":
             keys = map(tuple, json.loads(f"[{','.join(keys)}]"))
         made = dict(zip(keys, y.values.tolist(), strict=True))

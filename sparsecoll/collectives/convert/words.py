@@ -7,7 +7,6 @@ sends each key to the rank that its hash names, and from there it goes to all ra
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,29 +91,6 @@ class Text:
         sizes = [] if plain else (self.stops - self.starts).tolist()
         head = np.array([len(self) if plain else ~len(self), *sizes], np.int64)
         return np.concatenate([head.view(np.uint8), self.text])
-
-
-class Table:
-    """The keys of a text, which become objects when the first one is asked for.
-
-    Args:
-        text: the keys.
-        kind: as of `Text.keys`.
-    """
-
-    def __init__(self, text: Text, kind: str) -> None:
-        self._text, self._kind = text, kind
-
-    @functools.cached_property
-    def keys(self) -> list[Any]:
-        """All keys."""
-        return self._text.keys(self._kind)
-
-    def __len__(self) -> int:
-        return len(self._text)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.keys[index]
 
 
 def table_of(transport: Transport, keys: Keys, total: int) -> tuple[Text, NDArray[np.int64]]:

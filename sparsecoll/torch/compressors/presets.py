@@ -96,8 +96,8 @@ def dgc(density: Density = 0.01, **options: Any) -> TopKCompressor:
 
     The momentum is part of the compressor: use an optimizer without one. To follow the paper where the defaults do not,
     use `clip_by="bucket"` with `DistributedOptimizer(bucket_bytes=None)` (clip by the norm of the whole gradient),
-    `nesterov=True` (Nesterov momentum), `selector=select.SampledThreshold(random=True)` (a random sample), and
-    `density=WarmUp(0.001, steps)` (warm up to the density of 0.001, section 3.4).
+    `nesterov=True` (Nesterov momentum), and `density=WarmUp(0.001, steps)` (warm up to the density of 0.001, section
+    3.4). The sample is a strided one, not a random one.
 
     Args:
         density: as in `TopKCompressor`.
