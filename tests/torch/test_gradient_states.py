@@ -86,18 +86,18 @@ def loops(comm):
     break_off()
     backward()  # again
     optimizer.step()
-    optimizer._engine._reducer._early = True  # as before gradients have come more than once
+    optimizer._engine._early = True  # as before gradients have come more than once
     break_off()
     break_off()
     optimizer.zero_grad()
     optimizer.load_state_dict(optimizer.state_dict())
-    optimizer._engine._reducer._early = True
+    optimizer._engine._early = True
     backward()
     optimizer.zero_grad()
     break_off()
     backward("nan")
     fail(optimizer.step)
-    optimizer._engine._reducer._early = True
+    optimizer._engine._early = True
     backward()
     optimizer.zero_grad()
     backward("nan")

@@ -133,7 +133,7 @@ def test_restarts_do_not_blow_up_what_waits(momentum):
 def test_momentum_that_is_switched_on_and_off_keeps_what_waits():
     def program(comm):
         p = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
-        optimizer = SparseSGD([p], 0.1, comm=comm, algo="allgather", k=1)
+        optimizer = SparseSGD([p], 0.1, comm=comm, algo="allgather", density=0.25)
         p.grad = torch.tensor([4.0, 3, 2, 1], dtype=torch.float64)
         optimizer.step()  # p[0] -= 0.1 * 4
         p.grad = None
@@ -197,7 +197,7 @@ def test_sums_do_not_change_with_the_residual(algo, ranks):
         # SparseSGD lays parameters out as they are registered
         named = list(other.named_parameters())
         wrapped = DistributedOptimizer(inner, named, comm, TopKCompressor(0.5, algo), overlap=False, **options)
-        wrapped._engine._reducer.buckets.order = [name for name, _ in named]
+        wrapped._engine.buckets.order = [name for name, _ in named]
         train(comm, model, own, range(3))
         train(comm, other, wrapped, range(3))
         close(parameters(model), parameters(other))

@@ -44,7 +44,7 @@ def test_frozen_unused_unfrozen_and_added_parameters_are_as_in_torch(settings):
 def test_what_waits_arrives_later_and_waits_while_its_parameter_is_frozen():
     def program(comm):
         a, b = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
-        optimizer = SparseSGD([a, b], 1.0, comm=comm, algo="allgather", k=1)
+        optimizer = SparseSGD([a, b], 1.0, comm=comm, algo="allgather", density=0.01)
         a.grad, b.grad = torch.linspace(1, 2, 50), torch.linspace(3, 4, 50)
         optimizer.step()
         before = b.detach().clone()
@@ -91,7 +91,7 @@ def test_kinds_of_parameters():
         return [p.detach() for p in (turned, half, double, whole, empty, *conv.parameters())] + values
 
     expected = run(torch.optim.SGD, range(2), None)
-    for options in (*EXACT, {"algo": "allgather", "k": 10_000}):
+    for options in (*EXACT, {"algo": "allgather", "density": 1.0}):
 
         def program(comm, options=options):
             return run(lambda *a, **s: SparseSGD(*a, comm=comm, **options, **s), [comm.rank], comm)

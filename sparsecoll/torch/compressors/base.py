@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
 from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import NOTHING, CallOptions
+from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
@@ -61,7 +62,7 @@ class Compressor(ABC):
     passes_nonfinite: ClassVar[bool] = False  # whether means are NaN or infinite where a gradient is, without an error
     needs_all_buckets: ClassVar[bool] = False  # whether `bind` depends on the lengths of the buckets after this one
     replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
-    takes_source: ClassVar[bool] = False  # whether `compensate` has the argument `source`
+    scatters = False  # whether each rank gets only its region of a sum, as `fsdp.attach` without replicas wants it
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
     dense_below = 1024  # number of values below which a parameter is not compressed, unless the user gives another
@@ -76,7 +77,7 @@ class Compressor(ABC):
         self.layout, self.context, self.timeout = layout, context, timeout
         self.size, self.own_rank = transport.size, transport.rank  # `rank` is an option of PowerSGD
         self._epoch = transport.epoch
-        self.versions = Versions(layout)
+        self.versions = Versions()
 
     def for_small(self) -> Compressor | str:
         """Return the compressor, or its name, of parameters that are too small to be compressed: the exact mean."""
@@ -86,12 +87,13 @@ class Compressor(ABC):
         """Return the options of `RowSum`, the compressor of gradients that are rows: the exact sum by default."""
         return {"finite": not self.passes_nonfinite, "local": not self.communicates}
 
-    def compensate(self, gradient: Array) -> Any:
-        """Return acc, the gradient plus the residual of earlier steps, in the gradient's memory.
+    def compensate(self, gradient: Array, *, source: Array | None = None) -> Any:
+        """Return acc, the gradient plus the residual of earlier steps, in the gradient's memory; see `allreduce_mean`.
 
-        With `takes_source`, there is an argument `source`: None, or an array that holds the gradient and must not
-        change; `gradient` is then only memory.
+        By default, there is no residual.
         """
+        if source is not None:
+            gradient[:] = source
         return gradient
 
     @abstractmethod
@@ -120,17 +122,10 @@ class Compressor(ABC):
         """
         with self.reducing(transport):
             with span("select", gradient.size):
-                message = self.message(self._compensated(gradient, source))
+                message = self.message(self.compensate(gradient, source=source))
             reduced = self.communicate(transport, message)
             with span("dense", gradient.size):
                 self.update(out, message, reduced)
-
-    def _compensated(self, gradient: Array, source: Array | None) -> Any:
-        if source is not None and self.takes_source:
-            return self.compensate(gradient, source=source)  # type: ignore[call-arg]
-        if source is not None:
-            gradient[:] = source
-        return self.compensate(gradient)
 
     @contextlib.contextmanager
     def reducing(self, transport: Transport) -> Iterator[None]:
@@ -216,17 +211,19 @@ class Compressor(ABC):
         compared: Mapping[str, Any] = NOTHING,
         **options: Any,
     ) -> Reduction:
-        """Allreduce what was selected; ranks compare the values of `compared`, too."""
+        """Sum what was selected; ranks compare the values of `compared`, too."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
         # dense sums pass NaN on, as plain data parallelism does; others have been checked
         given = CallOptions(timeout=self.timeout, nonfinite="pass", **options)
+        if self.scatters:
+            return reduce_scatter_vectors(transport, message, replace(given, k=None), compared)
         return allreduce_vectors(transport, message, algorithm, given, True, compared, deferred=True)
 
-    def gather(self, transport: Transport, message: Array, compared: Mapping[str, Any] = NOTHING) -> list[Array]:
-        """Return all ranks' messages of bytes, in rank order; ranks compare the values of `compared`, too."""
+    def gather(self, transport: Transport, message: Array) -> list[Array]:
+        """Return all ranks' messages of bytes, in rank order."""
         with CollectiveCall(transport, "compressor", self.timeout) as call:
-            call.signature |= {**compared, "compressor": self.describe(), "length": self.layout.length}
+            call.signature |= {"compressor": self.describe(), "length": self.layout.length}
             call.agree()
             with transport.phase("gather"):
                 blocks = allgatherv(transport, message)
@@ -241,7 +238,6 @@ class ErrorFeedback(Compressor):
     acc is formed in the memory of `gradient`, so that the residual does not change until the step has succeeded.
     """
 
-    takes_source = True
     keeps_gradient = True
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
@@ -251,7 +247,7 @@ class ErrorFeedback(Compressor):
     def _first_residual(self) -> Versioned:
         layout = self.layout
         zeros = layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype)
-        return Versioned(zeros, layout.slices, flat=True)
+        return Versioned(zeros, layout.slices)
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         """acc = scale * residual + gradient."""

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms import Reduction
-from sparsecoll.torch.compressors.base import Compressor, overflowed, write_mean
+from sparsecoll.torch.compressors.base import overflowed, write_mean
+from sparsecoll.torch.compressors.none import NoCompression
 from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
 
 @dataclass
-class FP16(Compressor):
+class FP16(NoCompression):
     """The dense mean, with values of 16 bits on the wire that are summed in 32 bits. Volume: n(P-1)/P words.
 
     Gradients are divided by P before they are rounded, so that sums do not overflow if gradients do not. There is no
@@ -27,8 +28,6 @@ class FP16(Compressor):
     """
 
     name = "fp16"
-    passes_nonfinite = True
-    takes_source = True
 
     value_dtype: str = "float16"
 
@@ -39,15 +38,12 @@ class FP16(Compressor):
     def for_rows(self) -> dict[str, Any]:
         return super().for_rows() | {"value_dtype": self.value_dtype}
 
-    def compensate(self, gradient: Array, source: Array | None = None) -> Array:
+    def compensate(self, gradient: Array, *, source: Array | None = None) -> Array:
         """The gradient / P, in the memory of `gradient`."""
         return self._overflowed(np.divide(gradient if source is None else source, self.size, out=gradient))
 
     def _overflowed(self, values: Array) -> Array:
         return overflowed(values) if self.value_dtype == "float16" else values
-
-    def compress(self, acc: Array) -> DenseVector:
-        return DenseVector(acc)
 
     def communicate(self, transport: Transport, message: DenseVector) -> Reduction:
         return self.reduce(transport, message, value_dtype=self.value_dtype)

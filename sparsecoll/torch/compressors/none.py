@@ -18,9 +18,8 @@ class NoCompression(Compressor):
 
     name = "none"
     passes_nonfinite = True
-    takes_source = True
 
-    def compensate(self, gradient: Array, source: Array | None = None) -> Array:
+    def compensate(self, gradient: Array, *, source: Array | None = None) -> Array:
         return gradient if source is None else source
 
     def compress(self, acc: Array) -> DenseVector:
@@ -43,9 +42,8 @@ class NoCommunication(Compressor):
     name = "free"
     communicates = False
     passes_nonfinite = True
-    takes_source = True
 
-    def compensate(self, gradient: Array, source: Array | None = None) -> None:
+    def compensate(self, gradient: Array, *, source: Array | None = None) -> None:
         return None
 
     def compress(self, acc: None) -> None:

@@ -73,26 +73,25 @@ class LowRank(ErrorFeedback):
         return device.to(torch.randn(*shape, generator=generator, device="cpu")).to(device.zeros_tensor(0, dtype).dtype)
 
     def _matrices(self, flat: Array) -> list[torch.Tensor]:
-        views = self.layout.views(flat)
+        views = [*self.layout.by_name(flat).values()]
         return [views[index].reshape(n, m) for index, n, m in self._low]
 
     def _rest(self, flat: Array) -> list[torch.Tensor]:
-        views = self.layout.views(flat)
+        views = [*self.layout.by_name(flat).values()]
         return [views[index].reshape(-1) for index in self._whole]
 
     def _means(self, transport: Transport, message: DenseVector, packed: Layout) -> list[torch.Tensor]:
         """Return the means over the ranks of the arrays in a message."""
         value = self.reduce(transport, message).value
         assert isinstance(value, DenseVector)
-        return [part.div_(self.size) for part in packed.views(value.values)]
+        return [part.div_(self.size) for part in packed.by_name(value.values).values()]
 
     def _write_rest(self, out: Array, means: list[torch.Tensor]) -> None:
         """Write the means of the parameters that are sent densely, and clear their residuals."""
         for view, mean in zip(self._rest(out), means, strict=True):
             view.copy_(mean)
-        if self.keeps_gradient:
-            for kept in self._rest(self.acc.values):
-                kept.zero_()
+        for kept in self._rest(self.acc.values):
+            kept.zero_()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         names = [self.layout.names[index] for index, *_ in self._low]

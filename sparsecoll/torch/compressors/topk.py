@@ -121,7 +121,7 @@ class TopKCompressor(ErrorFeedback):
             )
         self._velocity = None
         if self.momentum != 0:
-            self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices, flat=True))
+            self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices))
 
     def _reads_acc_once(self) -> bool:
         """Return whether only the selecting pass reads acc; a user's selector may read it again."""
@@ -151,7 +151,7 @@ class TopKCompressor(ErrorFeedback):
             self._clip(gradient, self.clip / self.size**0.5)
         self.begin(gradient, source)
         if self._velocity is not None:
-            self._velocity.trial = self.versions.empty()
+            self._velocity.trial = self.layout.empty()
             self._add_momentum(self._velocity.current, self._velocity.trial)
         self.acc.add_later(self._residual.current, scale)
         return self.acc
@@ -178,7 +178,7 @@ class TopKCompressor(ErrorFeedback):
 
     def _clip(self, gradient: Array, most: float) -> None:
         whole = [self.layout.device.tensor(gradient)]
-        for part in whole if self.clip_by == "bucket" else self.layout.views(gradient):
+        for part in whole if self.clip_by == "bucket" else self.layout.by_name(gradient).values():
             norm = float(torch.linalg.vector_norm(part))
             if norm > most:
                 part.mul_(most / norm)
@@ -190,11 +190,7 @@ class TopKCompressor(ErrorFeedback):
         if self._algorithm.takes_dense:
             return self._whole()
         self._algorithm.sync_epoch(self._epoch)
-        self._k = self.count()
-        return self._selected(acc)
-
-    def _selected(self, acc: Vector) -> Vector:
-        """Return what this rank sends, of as many entries as were counted."""
+        self._k = entries_of(as_schedule(self.density), self.layout.length, self.context.step)
         self.acc.clear_selected = self._clears
         try:
             chosen = self._algorithm.select(acc, self._k, self.size)
@@ -209,17 +205,8 @@ class TopKCompressor(ErrorFeedback):
         self.check_finite(acc)
         return acc
 
-    def count(self) -> int:
-        """k in this step."""
-        return entries_of(as_schedule(self.density), self.layout.length, self.context.step)
-
-    @property
-    def compared(self) -> dict[str, Any]:
-        """What ranks compare of what this step selects."""
-        return {ENTRIES: self._k}
-
     def communicate(self, transport: Transport, message: Vector) -> Reduction:
-        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "compared": self.compared}
+        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "compared": {ENTRIES: self._k}}
         return self.reduce(
             transport, message, self._algorithm, format=self.format, value_dtype=self.value_dtype, **options
         )

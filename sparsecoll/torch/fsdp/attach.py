@@ -1,9 +1,7 @@
-"""`attach`: gives a sharded model a compressor, whose mean may be scattered, after checks in which its ranks agree."""
+"""`attach`: gives a sharded model a compressor, after checks in which its ranks agree."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -11,10 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sparsecoll import algorithms
-from sparsecoll.algorithms import Algorithm, Reduction
-from sparsecoll.collectives.options import NOTHING, CallOptions
-from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
-from sparsecoll.select import Vector
+from sparsecoll.algorithms import Algorithm, as_algorithm
 from sparsecoll.torch.compressors import FP16, Compressor, NoCompression, TopKCompressor, as_compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.failures import Failures
@@ -28,7 +23,6 @@ from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.process_groups import is_group
 from sparsecoll.transport.progress import completed_future
-from sparsecoll.vector import SparseVector
 
 
 def attach(
@@ -57,7 +51,8 @@ def attach(
             ProcessGroup; None, the default, if each shard is on one rank.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or a sparsecoll.Algorithm object, for
             top k over it (default: "topk"). With `replicas` all except COVAP; without, "topk" with algo="auto", "fp16"
-            and "none".
+            and "none", of which every entry goes straight to the rank that owns its part: 2k(P-1)/P words if entries
+            are spread evenly, n(P-1)/2P and n(P-1)/P.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
         grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are unscaled before they are added
             to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
@@ -171,7 +166,7 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
     if replica.transport is node:
         return inside
     values = {shard.name: shard.local for shard in shards.values()}
-    frozen = {name: p for group in groups for name, p in group.frozen.items()}
+    frozen = {s.name: s.local for group in groups for s in group.parameters if not s.param.requires_grad}
     replica.introduce(values | frozen, signature | {"shard": node.rank})
 
     def gather(_: CollectiveCall) -> list[list[int]]:
@@ -190,72 +185,21 @@ def _row(*numbers: int) -> Any:
     return np.array(numbers, np.int64)
 
 
-class Scattered(Compressor):
-    """What the classes below have in common: the sum of messages is scattered, `allreduce_mean` writes one region."""
-
-    def reduce(
-        self,
-        transport: Transport,
-        message: Vector,
-        algorithm: Any = None,
-        compared: Mapping[str, Any] = NOTHING,
-        **options: Any,
-    ) -> Reduction:
-        """Reduce-scatter what was selected."""
-        if isinstance(message, SparseVector):
-            self.check_finite(message)
-        options.pop("k", None)
-        return reduce_scatter_vectors(
-            transport, message, CallOptions(timeout=self.timeout, nonfinite="pass", **options), compared
-        )
-
-
-@dataclass
-class ScatteredSum(Scattered, NoCompression):
-    """The dense mean. Volume: n(P-1)/P words."""
-
-
-@dataclass
-class ScatteredFP16(Scattered, FP16):
-    """The dense mean, with values of 16 bits on the wire. Volume: n(P-1)/2P words."""
-
-
-@dataclass
-class ScatteredTopK(Scattered, TopKCompressor):
-    """The exact sum of the top k of all ranks, in the region of each.
-
-    Every entry goes straight to the rank that owns its region. Volume: 2k(P-1)/P words if entries are spread evenly.
-    """
-
-
-SCATTERED: dict[type, type[Scattered]] = {
-    NoCompression: ScatteredSum,
-    FP16: ScatteredFP16,
-    TopKCompressor: ScatteredTopK,
-}
 EXACT = (algorithms.Auto, algorithms.Allgather)  # the exact sum of what the ranks selected, and nothing more
 
 
 def scattered(compressor: Compressor) -> Compressor:
-    """Return the compressor that scatters its mean.
+    """Return the compressor as one that scatters its mean.
 
     Raises:
         ValueError: The method has no such form.
     """
-    kind = SCATTERED.get(type(compressor))
-    if kind is None:
+    if type(compressor) not in (NoCompression, FP16, TopKCompressor):
         raise ValueError(
             f"compressor: expected 'topk', 'fp16' or 'none' without replicas, got {compressor.name!r}: the other"
             " methods have no reduce-scatter"
         )
-    if isinstance(compressor, TopKCompressor):
-        _check_topk(compressor)
-    made = kind(**{f.name: getattr(compressor, f.name) for f in fields(compressor) if f.init})
-    made.name = compressor.name  # type: ignore[misc]
-    return made
-
-
-def _check_topk(topk: TopKCompressor) -> None:
-    algorithm: Algorithm = algorithms.as_algorithm(topk.algo)
-    if not isinstance(algorithm, EXACT):
-        raise ValueError(f"algo: expected 'auto' without replicas, where sums are scattered, got {algorithm.name!r}")
+    if isinstance(compressor, TopKCompressor) and not isinstance(algo := as_algorithm(compressor.algo), EXACT):
+        raise ValueError(f"algo: expected 'auto' without replicas, where sums are scattered, got {algo.name!r}")
+    compressor.scatters = True
+    return compressor

@@ -35,7 +35,7 @@ class Checkpoint:
 
     def __init__(self, ranks: list[list[int]], replicas: Any, shards: Any) -> None:
         self._ranks, self._replicas, self._shards = ranks, replicas, shards
-        self._meshes: dict[str, DeviceMesh] = {}
+        self._meshes: dict[tuple[str, bool], DeviceMesh] = {}
 
     @property
     def _scattered(self) -> bool:
@@ -48,17 +48,14 @@ class Checkpoint:
 
     def _mesh(self, device: str, whole: bool) -> DeviceMesh:
         """Return the mesh of all ranks, or of this replica's."""
-        if whole and not self._scattered:
-            name, groups = f"{device} 2", [self._replicas, self._shards]
-            if name not in self._meshes:
-                ranks = torch.tensor(self._ranks, dtype=torch.int, device="cpu")
-                names = ("replicate", "shard")
-                self._meshes[name] = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
-        else:
-            name = f"{device} 1"
-            if name not in self._meshes:
-                self._meshes[name] = DeviceMesh.from_group(self._shards, device)
-        return self._meshes[name]
+        key = device, whole and not self._scattered
+        if key not in self._meshes and key[1]:
+            ranks, names = torch.tensor(self._ranks, dtype=torch.int, device="cpu"), ("replicate", "shard")
+            groups = [self._replicas, self._shards]
+            self._meshes[key] = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
+        elif key not in self._meshes:
+            self._meshes[key] = DeviceMesh.from_group(self._shards, device)
+        return self._meshes[key]
 
     def _placements(self, shard: Shard) -> Placements:
         first = ShardPlacement(0)

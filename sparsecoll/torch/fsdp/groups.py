@@ -84,25 +84,9 @@ class Group:
         return [shard for shard in self.parameters if shard.param.requires_grad]
 
     @property
-    def frozen(self) -> dict[str, torch.Tensor]:
-        """The values on this rank of the parameters that are not trained, by name."""
-        return {shard.name: shard.local for shard in self.parameters if not shard.param.requires_grad}
-
-    @property
     def shard_group(self) -> Any:
         """The process group over which parameters are sharded."""
         return self._group.mesh_info.shard_process_group
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether torch itself sums gradients over replicas."""
-        return self._group.mesh_info.replicate_mesh_dim is not None
-
-    @property
-    def taken(self) -> bool:
-        """Whether other code has set a hook or a reduce-scatter."""
-        own = type(self._group._reduce_scatter_comm).__name__
-        return self._group._all_reduce_hook is not None or own != "DefaultReduceScatter"
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -204,13 +188,13 @@ def _check(model: torch.nn.Module, groups: list[Group]) -> None:
             raise TypeError(
                 "model: expected one after fully_shard(model), got one whose parameters are only replicated"
             )
-        if group.is_hybrid:
+        if where.mesh_info.replicate_mesh_dim is not None:
             raise ValueError(
                 "model: expected one that is sharded over one dimension of a mesh, got HSDP's two, over which torch"
                 " sums gradients densely: call fully_shard(module, mesh=mesh['shard']) and pass"
                 " replicas=mesh['replicate']"
             )
-        if group.taken:
+        if where._all_reduce_hook is not None or type(where._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
             raise ValueError("model: expected one that nothing is attached to, got one with a hook or a reduce-scatter")
     shards = [shard for group in groups for shard in group.shards]
     meshes = {tuple(dist.get_process_group_ranks(group.shard_group)) for group in groups}

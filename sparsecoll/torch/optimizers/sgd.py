@@ -27,7 +27,7 @@ from sparsecoll.torch.replica.calls import (
     agreeing,
     collective,
     communicator,
-    mean_loss,
+    mean_of_loss,
 )
 from sparsecoll.torch.replica.guards import NO_MEAN, fingerprint, refuse_wrapped, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica, restoring_groups
@@ -96,7 +96,6 @@ class SparseSGD(torch.optim.Optimizer):
         algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied; None, the default, as above.
         density: fraction of all parameters that each rank selects, in (0, 1], or a Schedule (default: None, for 0.01,
             and without `algo` for `WarmUp(0.01)`). Ignored by algo="dense", which sends all.
-        k: number of entries that each rank selects, instead of `density`.
         format: wire format, a name or a Format (default: "auto", which is 4 bits without `algo` and `value_dtype`).
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients.
@@ -130,7 +129,6 @@ class SparseSGD(torch.optim.Optimizer):
         comm: Any = None,
         algo: str | Algorithm | None = None,
         density: float | Schedule | None = None,
-        k: int | None = None,
         format: str | Format = "auto",
         value_dtype: str | None = None,
         row_density: Density | None = None,
@@ -150,7 +148,7 @@ class SparseSGD(torch.optim.Optimizer):
         self._watch = Watch("SparseSGD", cure) if watched else None
 
         def build(_: CollectiveCall) -> tuple[SparseSum, Options, Scaling]:
-            compressor = compressor_of(algo, density, k, format, value_dtype, row_density)
+            compressor = compressor_of(algo, density, format, value_dtype, row_density)
             options = Options(verify=verify, timeout=timeout)
             refuse_wrapped(known, "params")
             super(SparseSGD, self).__init__(params, defaults)
@@ -234,7 +232,11 @@ class SparseSGD(torch.optim.Optimizer):
             return self._make_state()
         has_scaler = self._scaling.scaler is not None or is_called_by_scaler(self)
         scaling = self._scaling if has_scaler and self._scaling.check(self) else None
-        loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.options.timeout)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            loss = mean_of_loss(self._replica.transport, loss, self._replica.options.timeout)
         if self._watch is not None:
             self._watch.check(self._flat.names)
         try:

@@ -35,11 +35,11 @@ FLAGS = ("nesterov", "maximize")
 
 
 def compressor_of(
-    algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None, row_density: Any
+    algo: Any, density: Any, format: str | Format, value_dtype: str | None, row_density: Any
 ) -> SparseSum:
     """Return the compressor for these arguments of SparseSGD: that of `sgdtopk` if `algo` is None."""
     keeps: dict[str, Any] = {}
-    if algo is None and k is None and density == 1:
+    if algo is None and density == 1:
         algo = "dense"
     if algo is None:
         preset = sgdtopk()
@@ -47,15 +47,9 @@ def compressor_of(
         format = preset.format if format == "auto" and value_dtype is None else format
         density = preset.density if density is None else density
     density = 0.01 if density is None else density
-    chosen: dict[str, Any] = {"density": density}
-    if k == 0 and not isinstance(k, bool):
-        raise ValueError(f"k: expected at least 1, got {k}, with which no gradient would ever be sent")
-    if k is not None:
-        CallOptions(k=k).resolve_k(1)
-        chosen = {"k": int(k)}
     formats.as_format(format)
     common = {"format": format, "value_dtype": value_dtype, "row_density": row_density}
-    return SparseSum(algo=copy.deepcopy(as_algorithm(algo)), **common, **chosen, **keeps)
+    return SparseSum(density, algo=copy.deepcopy(as_algorithm(algo)), **common, **keeps)
 
 
 def _check_parameter(p: torch.Tensor, compressor: SparseSum) -> None:

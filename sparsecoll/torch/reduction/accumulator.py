@@ -36,21 +36,12 @@ Group = dict[str, Any]
 
 @dataclass
 class SparseSum(TopKCompressor):
-    """TopK that returns the sum as it is, sparse, instead of writing a dense mean; `k` takes the place of `density`."""
+    """TopK that returns the sum as it is, sparse, instead of writing a dense mean."""
 
     name = "SparseSGD"
 
-    k: int | None = None
-
     def describe(self) -> str:
         return f"{self.name}({as_algorithm(self.algo).describe()})"
-
-    def count(self) -> int:
-        return super().count() if self.k is None else self.k
-
-    @property
-    def compared(self) -> dict[str, Any]:
-        return super().compared if self.k is None else {}
 
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.selector is not None:  # which may pass NaN by

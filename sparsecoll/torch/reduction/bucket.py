@@ -46,7 +46,7 @@ class Bucket:
 
     Args:
         params: name -> parameter; those of the layout are taken.
-        versions: the state of the compressor, and memory.
+        versions: the state of the compressor.
         as_view: whether gradients become views of the source.
 
     Attributes:
@@ -69,7 +69,7 @@ class Bucket:
         """Return the buffer for the gradients of this reduction; the first call reserves it."""
         if self.gradient is None:
             self.mean = None
-            self.gradient = Buffer(self.versions.empty(), self.layout)
+            self.gradient = Buffer(self.layout.empty(), self.layout)
         return self.gradient
 
     def take_grad(self, name: str, scale: float = 1.0) -> None:
@@ -185,9 +185,7 @@ class Bucket:
     def drop(self) -> None:
         """Drop the reduction."""
         self.versions.drop()
-        gradient, self.gradient, self.source, self.mean = self.gradient, None, None, None
-        if gradient is not None:
-            self.versions.recycle(gradient.array)
+        self.gradient = self.source = self.mean = None
 
     def part_of_mean(self, name: str) -> torch.Tensor:
         """Return a view of a parameter's mean."""

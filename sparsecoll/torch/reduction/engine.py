@@ -36,13 +36,11 @@ from sparsecoll.transport import Transport
 logger = logging.getLogger(__name__)
 
 
-class Engine(Owner):
+class Engine(Reducer):
     """Reduces the gradients of named parameters; `optimizer` is what steps on them.
 
     Attributes:
-        params: all named parameters; those that want gradients are in buckets.
         members: tells which of them were added to the optimizer, or removed from it and the model.
-        seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `synchronize`.
         number: by which ranks know this engine, the same on all of them.
         asked: whether `synchronize` is to be called at the end of the back-propagation that is under way.
     """
@@ -56,18 +54,15 @@ class Engine(Owner):
         options: Options,
         scaling: Scaling,
     ) -> None:
+        super().__init__(Replica(transport, model, options), compressor, scaling)
         self.closed = False
         self._compressor, self._optimizer, self._options = compressor, optimizer, options
-        self.replica = Replica(transport, model, options)
-        self.params = self.replica.params
         self.members = Members(optimizer, self.params, None if model is None else model.named_parameters)
         self.replica.changed = self.members.changed
         self.replica.context.momenta = partial(momenta_of, optimizer, self.params)
         self.replica.shared_options = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
-        self._scaling, self._reducer = scaling, Reducer(self.replica, compressor, scaling)
-        self.seconds = self._reducer.seconds
-        self._hooks = Hooks(self, self._reducer.means.accumulating)
+        self._hooks = Hooks(self, self.means.accumulating)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
         if transport.rank == 0:
             warn_of_adam(optimizer, compressor)
@@ -83,11 +78,6 @@ class Engine(Owner):
         self._outcome = NOTHING  # of the last reduction
         self.number = -1
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether the wrapped optimizer steps, called by `stepping`."""
-        return self._reducer.steps.stepping
-
     # -- parameters
 
     @agreeing("replica.agreed")
@@ -100,7 +90,7 @@ class Engine(Owner):
         params = self.members.added(self.members.named()) if params is None else params
         own, others = params, dict[str, Any]()
         try:
-            with self.replica.all_or_none(self.release, vars(self._reducer.buckets), self.params) as begin:
+            with self.replica.all_or_none(self.release, vars(self.buckets), self.params) as begin:
                 stay, new = self.members.kept(), self.members.added(params)
                 compared = ("bucket_bytes", "dense_below", "overlap", "verify")
                 signature = {
@@ -123,7 +113,7 @@ class Engine(Owner):
                     torch.autograd.set_multithreading_enabled(False)
                 self._hooks.attach(self.params)
                 if new:
-                    self._reducer.buckets.order = []
+                    self.buckets.order = []
         except Exception:
             self._hooks.remove(own)
             self._hooks.attach(self.params)
@@ -144,14 +134,12 @@ class Engine(Owner):
     def _let_stay(self, names: Mapping[str, str]) -> None:
         """Rename parameters, old name -> new name, and drop the others with their state; buckets are made again."""
         self._hooks.remove({name: p for name, p in self.params.items() if names.get(name) != name})
-        self._reducer.rename(names)
+        self.release()
+        self.means.rename(names)
+        self.buckets.rename(names)
         stay = {new: self.params[old] for old, new in names.items()}
         self.params.clear()
         self.params.update(stay)
-
-    def release(self) -> None:
-        """Give up the reduction that is under way and the buckets; residuals are kept."""
-        self._reducer.release()
 
     def close(self, replaced: str = "") -> None:
         """Remove the hooks; a further step raises if an optimizer made later updates the parameter `replaced`."""
@@ -165,12 +153,12 @@ class Engine(Owner):
     def move(self, transport: Transport) -> None:
         """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
         self.replica.transport = transport
-        self._reducer.release()
+        self.release()
         self.replica.follow("move", self._optimizer)
         self.replica.warmed = False  # the first reduction compares gradients, as it does on ranks that are new
-        self._reducer.steps.pass_over()
+        self.steps.pass_over()
         self.number = enlist(self)
-        self._reducer.gradients.to(State.EMPTY)  # gradients are reduced again, unless zero_grad() skips the step
+        self.gradients.to(State.EMPTY)  # gradients are reduced again, unless zero_grad() skips the step
         self.asked, self._outcome = False, NOTHING
 
     @contextlib.contextmanager
@@ -184,10 +172,14 @@ class Engine(Owner):
 
     # -- back-propagation
 
-    @agreeing("_reducer.failing")
+    @agreeing("failing")
     def accumulated(self, name: str) -> None:
         """A parameter's gradient is complete (on the thread that back-propagates)."""
-        self._reducer.accumulated(name)
+        self.means.accumulated(name)
+        if not self._is_open:
+            self._open()
+        elif self.means.is_replaced(name):
+            self._rollback({name})
         if self._watch is not None:
             self._watch.record(self.params[name])
         if not self._synchronizing:
@@ -195,9 +187,9 @@ class Engine(Owner):
         if self._options.overlap:
             self.asked = True
             at_end_of_backward(self.replica.transport, partial(synchronize_all, self.replica.transport))
-        self._reducer.send(name, self._hooks.comes_last(name))
+        self.send(name, self._hooks.comes_last(name))
 
-    @agreeing("_reducer.failing")
+    @agreeing("failing")
     @torch.inference_mode(False)  # in which step() may be called: gradients would have no versions
     def synchronize(self) -> None:
         """Reduce all gradients. Collective.
@@ -216,7 +208,7 @@ class Engine(Owner):
             self._compare_if_due()
         try:
             name = f"end of reduction of optimizer {self.number}"
-            self._outcome = self._reducer.reduce(name, self.regroup)
+            self._outcome = self.reduce(name, self.regroup)
         except NonFiniteError:
             self._outcome = NOTHING
         if self.replica.warmed and self._guard is not None:
@@ -227,7 +219,7 @@ class Engine(Owner):
     @property
     def has_means(self) -> bool:
         """Whether gradients are the means, or are not reduced any more."""
-        return self.closed or self._reducer.gradients.are(State.MEANS, State.NAN)
+        return self.closed or self.gradients.are(State.MEANS, State.NAN)
 
     @agreeing("replica.agreed")
     def ensure_means(self) -> None:
@@ -241,30 +233,30 @@ class Engine(Owner):
     def before_step(self) -> None:
         """Make sure that gradients are the means. Collective where they are not."""
         self.ensure_means()
-        error = self._reducer.nonfinite
-        if error is not None and self._reducer.gradients.are(State.NAN):
+        error = self.nonfinite
+        if error is not None and self.gradients.are(State.NAN):
             self.discard()
             raise error
-        self._reducer.restore_missing()
-        if self._watches_means and self._reducer.means.changed() is not None:
+        self._rollback({name for name in self.means if self.params[name].grad is None})  # thrown away
+        if self._watches_means and self.means.changed() is not None:
             self._watches_means = False
             warn_of_clipping(self._compressor)
 
     @contextlib.contextmanager
     def stepping(self, evaluates: bool = False) -> Iterator[None]:
         """Context manager in which the wrapped optimizer steps, and `evaluates` a closure."""
-        self._reducer.steps.enter(self, evaluates)
+        self.steps.enter(self, evaluates)
         try:
             yield
         finally:
-            self._reducer.steps.leave(self)
+            self.steps.leave(self)
 
     def trial_step(self) -> Any:
         """Take a step in which torch only creates the optimizer's state: parameters keep their values."""
-        self._reducer.commit_if_updated()
+        self.commit_if_updated()
         with self.stepping():
             result = self._optimizer.step()
-        self._reducer.steps.pass_over()
+        self.steps.pass_over()
         return result
 
     @agreeing("replica.agreed")
@@ -272,13 +264,13 @@ class Engine(Owner):
         """The optimizer has stepped."""
         if self.closed:
             return
-        self._reducer.commit()
+        self.commit()
         self._compare_if_due()
 
     def _compare_if_due(self) -> None:
         """After a step, or before the reduction that follows one that the loop has taken by itself. Collective."""
-        if self._reducer.steps.unverified:
-            self._reducer.steps.unverified = False
+        if self.steps.unverified:
+            self.steps.unverified = False
             self.replica.compare_if_due()
 
     def failed_step(self, error: Exception) -> None:
@@ -291,11 +283,10 @@ class Engine(Owner):
 
         It cannot be skipped once a rank has left `join`, which has committed the reduction.
         """
-        if self._reducer.commit_if_updated():
+        if self.commit_if_updated():
             self.asked = False
             return
-        buckets = self._reducer.buckets
-        if buckets.pending and self._outcome.joined and buckets.has_residuals and not self.closed:
+        if self.buckets.pending and self._outcome.joined and self.buckets.has_residuals and not self.closed:
             raise RuntimeError(
                 "zero_grad: expected step() first, since a rank has left join() and would not skip this step:"
                 " decide before backward(), or take the step with a learning rate of 0"
@@ -304,8 +295,9 @@ class Engine(Owner):
 
     def discard(self) -> None:
         """Skip this step: gradients are about to be thrown away, and residuals are as they were before it."""
-        self._reducer.discard()
-        self.asked = False
+        self._order, self.nonfinite, self.asked = {}, None, False
+        self.steps.rollback()
+        self.means.clear()
 
     @agreeing("replica.agreed")
     def mean_loss(self, loss: Any) -> Any:
@@ -318,8 +310,7 @@ class Engine(Owner):
             )
             error.on_all_ranks = True  # type: ignore[attr-defined]
             raise error
-        given = loss is None or self.closed
-        return loss if given else mean_of_loss(self.replica.transport, loss, self._options.timeout)
+        return loss if self.closed else mean_of_loss(self.replica.transport, loss, self._options.timeout)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -329,13 +320,13 @@ class Engine(Owner):
             return
         with self.replica.reporting():
             yield
-        self._reducer.commit_if_updated()
+        self.commit_if_updated()
         self.discard()
-        self._outcome, buckets = NOTHING, self._reducer.buckets
+        self._outcome = NOTHING
         with self.replica.leaving():
             while not self._outcome.over:
-                buckets.commit()
-                for name in buckets.index_of:
+                self.buckets.commit()
+                for name in self.buckets.index_of:
                     self.params[name].grad = None
                 self.asked = True
                 synchronize_all(self.replica.transport)
@@ -347,10 +338,10 @@ class Engine(Owner):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the library's part of a state_dict."""
-        if self._reducer.gradients.are(State.SENDING, State.STALE):
+        if self.gradients.are(State.SENDING, State.STALE):
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
-        self._reducer.commit_if_updated()
-        return {STATE: renamed_state(self._reducer.buckets.state_dict(), self.members.kept())}
+        self.commit_if_updated()
+        return {STATE: renamed_state(self.buckets.state_dict(), self.members.kept())}
 
     @agreeing("replica.agreed")
     def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], None]) -> None:
@@ -358,6 +349,10 @@ class Engine(Owner):
         if self.members.changed():
             self.discard()
             self.regroup()
-        self._reducer.buckets.load_state_dict(lambda: state.get(STATE), load)
-        self._reducer.loaded()
+        self.buckets.load_state_dict(lambda: state.get(STATE), load)
+        self.means.clear()
+        self._end()
+        self.gradients.to(State.EMPTY)
+        if self.buckets.order:
+            self.make_buckets(set(self.buckets.order))
         self.discard()

@@ -256,7 +256,7 @@ def before_wrapped_step(engine: weakref.ref[Any], optimizer: torch.optim.Optimiz
                 " the DistributedOptimizer is gone, so that gradients are this rank's own: keep it and call its step()"
                 " and zero_grad(), or close() it to train on one rank"
             )
-    elif not (alive.closed or alive.is_stepping):
+    elif not (alive.closed or alive.steps.stepping):
         raise RuntimeError(
             "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, which"
             " loses residuals and may step before gradients are means: call step() and zero_grad() of the"

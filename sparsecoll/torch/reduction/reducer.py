@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -23,7 +23,7 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.hooks import Means, is_shared
+from sparsecoll.torch.reduction.hooks import Means, Owner, is_shared
 from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import CHANGED, MEMBERS, NOTHING, Round, Row
 from sparsecoll.torch.replica.guards import fingerprint
@@ -36,8 +36,8 @@ from sparsecoll.transport.progress import in_background
 logger = logging.getLogger(__name__)
 
 
-class Reducer:
-    """Reduces the gradients of a replica's parameters, as often as they are reduced before a step.
+class Reducer(Owner):
+    """Reduces the gradients of a replica's parameters, as often as they are reduced before a step; Engine says when.
 
     Args:
         compressor: of the parameters that are not small; if it refuses NaN and infinity, small ones refuse them, too.
@@ -45,6 +45,7 @@ class Reducer:
 
     Attributes:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
+        params: all named parameters; those that want gradients are in buckets.
         steps: tells what has become of the means.
         gradients: the state of the gradients.
         means: the parameters whose gradients are means.
@@ -52,7 +53,7 @@ class Reducer:
     """
 
     def __init__(self, replica: Replica, compressor: Compressor, scaling: Scaling) -> None:
-        self._replica, self._scaling = replica, scaling
+        self.replica, self.params, self._scaling = replica, replica.params, scaling
         self.buckets = Buckets(compressor, replica)
         self.steps = Steps(self.buckets, replica, lambda: replica.params, "DistributedOptimizer")
         self.gradients = self.steps.gradients
@@ -90,20 +91,6 @@ class Reducer:
         if not self.gradients.are(State.MEANS, State.NAN):
             self.gradients.to(State.EMPTY)
 
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Drop the reduction and the buckets, and rename parameters; the state of those that are not named is lost."""
-        self.release()
-        self.means.rename(names)
-        self.buckets.rename(names)
-
-    def accumulated(self, name: str) -> None:
-        """Autograd has added to a parameter's gradient."""
-        self.means.accumulated(name)
-        if not self._is_open:
-            self._open()
-        elif self.means.is_replaced(name):
-            self._rollback({name})
-
     def send(self, name: str, final: bool = True) -> None:
         """Copy a gradient into its bucket, and queue the buckets that are complete and next in order.
 
@@ -114,7 +101,7 @@ class Reducer:
             self._order[name] = None
             return
         early = self._early and final and not self.gradients.are(State.STALE)
-        if not early or is_shared(self._replica.transport) or name not in self.buckets.index_of:
+        if not early or is_shared(self.replica.transport) or name not in self.buckets.index_of:
             return
         index = self.buckets.index_of[name]
         if name not in self._awaited[index]:  # once more in this back-propagation, or after one that has raised
@@ -123,7 +110,7 @@ class Reducer:
             return
         self.gradients.to(State.SENDING)
         self._copy(index, name)
-        p = self._replica.params[name]
+        p = self.params[name]
         self._copied.append((p, Seen.of(p)))
         while len(self._jobs) < len(self.buckets) and not self._awaited[len(self._jobs)]:
             self._isend()
@@ -153,7 +140,7 @@ class Reducer:
         logger.warning(
             "rank %d: gradients came more than once before a back-propagation ended (reentrant checkpointing does so;"
             " use_reentrant=False does not): they are sent at its end from now on",
-            self._replica.transport.rank,
+            self.replica.transport.rank,
         )
 
     # -- jobs of the progress thread
@@ -174,7 +161,7 @@ class Reducer:
     def _isend(self) -> None:
         bucket, compressor = self.buckets[len(self._jobs)]
         event = bucket.layout.device.record_event()
-        self._jobs.append(in_background(self._replica.transport, lambda: self._job(bucket, compressor, event)))
+        self._jobs.append(in_background(self.replica.transport, lambda: self._job(bucket, compressor, event)))
 
     def _send_rest(self) -> None:
         """Send all buckets that are left after back-propagation; missing gradients count as zeros."""
@@ -196,7 +183,7 @@ class Reducer:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # holds for the thread
         with trace.record(trace.Recorder()) as recorder, bucket.layout.device.stream_context(event):
-            bucket.reduce(self._replica.transport, compressor)
+            bucket.reduce(self.replica.transport, compressor)
             if bucket.layout.small and self._finite and not bucket.mean_is_finite():
                 self._refuse(bucket)
         for kind, seconds in recorder.seconds.items():
@@ -204,11 +191,11 @@ class Reducer:
 
     def _refuse(self, bucket: Bucket) -> None:
         """Raise for a parameter that is not compressed what the compressor would raise; all ranks see the same mean."""
-        transport = self._replica.transport
+        transport = self.replica.transport
         for name, p in bucket.params.items():
             if not torch.isfinite(bucket.part_of_mean(name)).all():
                 local = p.grad is not None and not torch.isfinite(p.grad).all()
-                with CollectiveCall(transport, "gradients", self._replica.options.timeout):
+                with CollectiveCall(transport, "gradients", self.replica.options.timeout):
                     if local or transport.size == 1:
                         raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
                     rows = allgather(transport, np.zeros(1, np.uint8))  # the rank that has it raises
@@ -225,10 +212,10 @@ class Reducer:
         def agree() -> Round:
             failed = self._failed
             known = getattr(failed, "on_all_ranks", False)
-            return NOTHING if known else self._replica.agree(name, row, lambda _: digest, failed)
+            return NOTHING if known else self.replica.agree(name, row, lambda _: digest, failed)
 
         start = time.perf_counter()
-        last: Future[Any] = in_background(self._replica.transport, agree)
+        last: Future[Any] = in_background(self.replica.transport, agree)
         wait([*self._jobs, last])
         self.seconds["exposed"] += time.perf_counter() - start
         if last.exception() is None and self._failed is not None:
@@ -254,7 +241,7 @@ class Reducer:
     def failing(self) -> Iterator[None]:
         """Context manager: what it raises, all ranks raise, and everything is as before the reduction."""
         try:
-            with self._replica.agreed():
+            with self.replica.agreed():
                 yield
         except Exception as error:
             wait(self._jobs)
@@ -263,7 +250,7 @@ class Reducer:
                 self.gradients.to(State.NAN if self._is_open else State.EMPTY)
                 self.nonfinite = error
                 for name, index in self.buckets.index_of.items():  # for code that reads them before the step
-                    self._replica.params[name].grad = self.buckets[index][0].nan(name)
+                    self.params[name].grad = self.buckets[index][0].nan(name)
             else:
                 self.gradients.to(State.EMPTY)
             raise
@@ -280,7 +267,7 @@ class Reducer:
         self._send_rest()
         if self.gradients.are(State.LOCAL):
             self.gradients.to(State.SENDING)
-        replica = self._replica
+        replica = self.replica
         altered = any(seen.has_changed(p) for p, seen in self._copied)
         row = replica.row(CHANGED * (self.gradients.are(State.STALE) or altered))
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
@@ -327,7 +314,7 @@ class Reducer:
 
     def _assign(self, made: list[tuple[Bucket, NewGrads]]) -> None:
         """Set all gradients; the same again does no harm."""
-        self._replica.warmed = True
+        self.replica.warmed = True
         self.means.clear()
         self._end()
         for bucket, gradients in made:
@@ -335,13 +322,9 @@ class Reducer:
             bucket.assign_grads(gradients)
             for name in gradients:
                 self.means.add(name)
-        self.steps.accept({name: self._replica.params[name] for name in self.means})
+        self.steps.accept({name: self.params[name] for name in self.means})
 
     # -- a step, or none
-
-    def restore_missing(self) -> None:
-        """Means that were set to None count as thrown away."""
-        self._rollback({name for name in self.means if self._replica.params[name].grad is None})
 
     def commit_if_updated(self) -> bool:
         """Commit if the loop has updated parameters by itself; return whether it has."""
@@ -354,17 +337,3 @@ class Reducer:
         """A step was taken, see `Steps.commit`."""
         self.steps.commit(by_hand)
         self.means.clear()
-
-    def discard(self) -> None:
-        """Gradients are about to be thrown away: residuals are as they were after the last step."""
-        self._order, self.nonfinite = {}, None
-        self.steps.rollback()
-        self.means.clear()
-
-    def loaded(self) -> None:
-        """The buckets' state was loaded: make them as they were when it was saved. Collective."""
-        self.means.clear()
-        self._end()
-        self.gradients.to(State.EMPTY)
-        if self.buckets.order:
-            self.make_buckets(set(self.buckets.order))

@@ -174,9 +174,9 @@ class RowSum(ErrorFeedback):
         """Whether values are divided by P before they are rounded, so that sums do not overflow if no value does."""
         return self.value_dtype == "float16" and not self.keeps_gradient
 
-    def compensate(self, gradient: Any, *_: Any) -> Any:
+    def compensate(self, gradient: Any, scale: float = 1.0, source: Any = None) -> Any:
         """Return acc, the rows of a gradient plus the residual."""
-        return accumulated(self.residual, 1.0, gradient if self.clip is None else self._clipped(gradient))  # type: ignore[arg-type]
+        return accumulated(self.residual, scale, gradient if self.clip is None else self._clipped(gradient))  # type: ignore[arg-type]
 
     def _clipped(self, gradient: RowSparse) -> RowSparse:
         assert self.clip is not None

@@ -213,7 +213,6 @@ class Window(Owner):
             raise
         bucket.accept()
         bucket.versions.commit()
-        bucket.versions.clear()
 
     def _apply(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket by its mean."""

@@ -21,7 +21,6 @@ from sparsecoll.torch.tensors.model import Named
 from sparsecoll.transport import LocalTransport, Transport, as_transport, check_timeout, launcher
 from sparsecoll.transport.all_ranks import allgather, disseminate
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.progress import completed_future
 
 
 @dataclass
@@ -130,7 +129,12 @@ def agreeing(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
-    """Return the mean of a loss over the ranks, with the same bits on all of them, in its type. Collective."""
+    """Return the mean of a loss over the ranks, with the same bits on all of them, in its type. Collective.
+
+    Of None, which closures may return, return None.
+    """
+    if loss is None:
+        return None
     own = float(loss.detach() if torch.is_tensor(loss) else loss)
 
     def gather(_: CollectiveCall) -> list[float]:
@@ -141,18 +145,6 @@ def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
     numbers = collective(transport, "mean", timeout, gather)
     mean = (math.fsum if all(map(math.isfinite, numbers)) else sum)(numbers) / len(numbers)
     return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean
-
-
-def mean_loss(transport: Transport, closure: Callable[[], Any], timeout: float | None) -> Any:
-    """Evaluate a closure on every rank; return the mean of the losses, in the type of the loss. Collective."""
-    with torch.enable_grad():
-        loss = completed_future(closure)
-
-    def mean(_: CollectiveCall) -> Any:
-        return mean_of_loss(transport, 0.0 if loss.result() is None else loss.result(), timeout)
-
-    value = collective(transport, "closure", timeout, mean)
-    return None if loss.result() is None else value
 
 
 # -- the end of a reduction

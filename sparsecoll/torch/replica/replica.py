@@ -66,20 +66,10 @@ class Members:
         others: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
     ) -> None:
         self._optimizer, self._params, self._others = optimizer, params, others
-        self._seen: list[torch.Tensor] = []  # those in the groups when none was added or removed
-        self._outside = True  # whether known parameters were in no group then
 
     def changed(self) -> bool:
-        """Return whether any were added or removed; one comparison of ids while all known ones are in the groups."""
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        ids = [*map(id, params)]
-        if ids == [*map(id, self._seen)] and not self._outside:
-            return False
-        known = {id(p) for p in self._params.values()}
-        if not known.issuperset(ids) or self.removed():
-            return True
-        self._seen, self._outside = params, self._others is not None and not known.issubset(ids)
-        return False
+        """Return whether any were added or removed."""
+        return not self.stepped().issubset(id(p) for p in self._params.values()) or bool(self.removed())
 
     def stepped(self) -> set[int]:
         """Return the ids of the parameters that the optimizer steps."""

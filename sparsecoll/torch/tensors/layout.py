@@ -224,12 +224,8 @@ class Layout:
         """Return the name of the parameter at an index of the flat vector."""
         return self.names[bisect_right(self.offsets, index) - 1]
 
-    def views(self, flat: Array) -> list[torch.Tensor]:
-        """Return the parts of a flat vector that belong to the parameters, as views in their shapes."""
-        return list(self.by_name(flat).values())
-
     def by_name(self, flat: Array) -> dict[str, torch.Tensor]:
-        """Return `views` by parameter name."""
+        """Return the parts of a flat vector that belong to the parameters, as views in their shapes."""
         return self.split(self.device.tensor(flat))
 
     def split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -251,7 +247,7 @@ class Layout:
     def join(self, parts: Sequence[torch.Tensor]) -> Array:
         """Return a new flat vector of arrays that have these shapes."""
         whole = self.zeros()
-        for view, part in zip(self.views(whole), parts, strict=True):
+        for view, part in zip(self.by_name(whole).values(), parts, strict=True):
             view.copy_(part)
         return whole
 

@@ -160,32 +160,18 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_buffers(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless buffers can be set to those of another rank.
-
-    Raises:
-        TypeError: one is sparse, nested, quantized or a conjugate or negative view, or was made in inference mode.
-        ValueError: elements of one share memory.
-    """
+    """Raise TypeError unless buffers can be set to those of another rank."""
     for name, b in tensors.items():
         kind = "nested" if b.is_nested else "quantized" if b.is_quantized else str(b.layout).removeprefix("torch.")
         if kind != "strided":
-            raise TypeError(
-                f"buffer {name!r}: expected a dense tensor, which ranks can keep the same, got a {kind} one:"
-                " keep it as a plain attribute of the module"
-            )
-        if b.is_conj() or b.is_neg():
-            view, cure = ("conjugate", "resolve_conj()") if b.is_conj() else ("negative", "resolve_neg()")
-            raise TypeError(f"buffer {name!r}: expected values in memory, got a {view} view: register its {cure}")
-        if b.is_inference():
-            raise TypeError(
-                f"buffer {name!r}: expected a tensor that can be written to, got one made in inference_mode:"
-                " make it outside, or register a clone()"
-            )
-        if any(size > 1 and stride == 0 for size, stride in zip(b.shape, b.stride(), strict=True)):
-            raise ValueError(
-                f"buffer {name!r}: expected elements with memory of their own, got an expanded tensor:"
-                " register its clone()"
-            )
+            found = f"{kind} one: keep it as a plain attribute of the module"
+        elif b.is_conj() or b.is_neg():
+            found = f"lazy view: register its {'resolve_conj()' if b.is_conj() else 'resolve_neg()'}"
+        elif b.is_inference() or any(size > 1 and not step for size, step in zip(b.shape, b.stride(), strict=True)):
+            found = "tensor of inference_mode or an expanded one: register its clone(), made outside of that mode"
+        else:
+            continue
+        raise TypeError(f"buffer {name!r}: expected a dense tensor that can be written to, got a {found}")
 
 
 def describe(tensors: Mapping[str, torch.Tensor], kind: str = "parameter") -> dict[str, str]:
