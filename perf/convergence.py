@@ -42,15 +42,15 @@ from sparsecoll.transport import default_comm
 MOMENTUM, DENSITY, MARGIN = 0.9, 0.01, 0.2
 KEY = ("task", "line", "P", "seed")  # of a row
 BEST, TWICE = "allgather 1 %, 4 bits, Nesterov", "allgather 2 %, 4 bits, Nesterov"
-RATE, RATE_TWICE, BEFORE = f"{BEST}, rate", f"{TWICE}, rate", "allgather 1 %, 4 bits"
+BEFORE = "allgather 1 %, 4 bits"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
-SHORTER = dict.fromkeys((BEST, TWICE, RATE, RATE_TWICE, BEFORE), 0.7)
+SHORTER = dict.fromkeys((BEST, TWICE, BEFORE), 0.7)
 SHORTER["oktopk 1 %, momentum 0.5"] = 0.5
 
 
-def corrected(make, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=False, follow_lr=False, **options):
+def corrected(make, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=False, **options):
     """Return a line with momentum in the compressor, for tasks of SGD, and local clipping; `warm_up` of all steps."""
-    sgd = {"momentum": momentum, "nesterov": nesterov, "follow_lr": follow_lr}
+    sgd = {"momentum": momentum, "nesterov": nesterov}
 
     def made(task, steps):
         own = {} if task.adam else {"clip": task.clip, **sgd}
@@ -64,8 +64,6 @@ NESTEROV = {"momentum": 0.7, "warm_up": 0.02, "nesterov": True}
 CORRECTED = {  # (task, number of steps) -> compressor
     BEST: corrected(nesterovtopk, **NESTEROV),
     TWICE: corrected(nesterovtopk, **NESTEROV, density=2 * DENSITY),
-    RATE: corrected(TopKCompressor, nesterov=True, follow_lr=True, **FOUR_BITS),
-    RATE_TWICE: corrected(TopKCompressor, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS),
     BEFORE: corrected(TopKCompressor, **FOUR_BITS),
     "oktopk 1 %, momentum 0.5": corrected(oktopk, momentum=0.5),
     "oktopk 1 %": corrected(oktopk),
@@ -226,7 +224,7 @@ def table(rows, name):
     return markdown(shown)
 
 
-ASIDE = [line for line in LINES if "2 %" in line or "rate" in line] + ["allgather 1 %, 4 bits", "densestream 1 %"]
+ASIDE = [line for line in LINES if "2 %" in line] + ["allgather 1 %, 4 bits", "densestream 1 %"]
 
 
 def side_by_side(rows, nets, P=4):
@@ -246,6 +244,19 @@ def side_by_side(rows, nets, P=4):
     return markdown(shown)
 
 
+def defaults(rows, nets):
+    """Return the table of the default with SGD: by net, for 4 and 8 ranks."""
+    shown = []
+    for name in nets:
+        dense = [quality for *_, quality in last_points(rows, name, "dense", 4).values()]
+        row = {"": name, "dense": plus_minus(np.mean(dense), np.std(dense, ddof=1))}
+        for P in (P for P in (4, 8) if last_points(rows, name, DROP_IN, P)):
+            gap, error, fewer = against_dense(rows, name, DROP_IN, P)
+            row |= {f"P = {P}": plus_minus(gap, error, "+"), f"times fewer, P = {P}": fewer}
+        shown.append(row)
+    return markdown(shown)
+
+
 def seconds_table():
     """Return the table of seconds until a line first reaches the final accuracy of dense training less MARGIN."""
     shown, wide = [], load("time_to_quality")["rows"]
@@ -259,9 +270,10 @@ def seconds_table():
 
 
 def tables():
-    """Return the tables of docs/convergence.md by name: of nets side by side, of single nets, and of seconds."""
+    """Return the tables of docs/convergence*.md by name: the default, nets side by side, single nets, and seconds."""
     rows = load("convergence")["rows"]
-    made = {"nets": side_by_side(rows, ("vgg", "resnet", "lstm", "mlp")), "seconds": seconds_table()}
+    nets = ("vgg", "resnet", "lstm", "mlp")
+    made = {"defaults": defaults(rows, nets), "nets": side_by_side(rows, nets), "seconds": seconds_table()}
     made |= {name: table(rows, name) for name in ("resnet9", "text")}
     return {f"convergence.{name}": text for name, text in made.items()}
 

@@ -48,7 +48,7 @@ class Allgather(Algorithm):
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         stages = self._stages(channel, x.dtype, k)
         if stages > 1 and channel.size > 1:
-            return self._pipelined(channel, x, stages)
+            return self._pipelined(channel, x, k, stages)
         blocks = channel.gathered
         if not blocks or not all(map(len, blocks)):
             with channel.phase("gather"):
@@ -68,11 +68,12 @@ class Allgather(Algorithm):
         return pipeline.chunks(entries * (dtype.itemsize + 1), channel.transport.one_node)
 
     @staticmethod
-    def _pipelined(channel: Channel, x: SparseVector, stages: int) -> Reduction:
+    def _pipelined(channel: Channel, x: SparseVector, k: int, stages: int) -> Reduction:
         parts = x.split([x.length * j // stages for j in range(stages + 1)])
         with channel.phase("gather"):
             arriving = pipeline.allgather(channel, parts)
             if channel.deferred:
                 chunks = list(arriving)
                 return Reduction(lambda: SparseVector.concatenate([channel.merge(c) for c in chunks]), x, chunks)
-            return Reduction(SparseVector.concatenate([channel.merge(chunk) for chunk in arriving]), x)
+            sums = (channel.merge(chunk) for chunk in arriving)
+            return Reduction(SparseVector.collect(sums, min(channel.size * k, x.length)), x)

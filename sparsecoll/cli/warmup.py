@@ -23,7 +23,7 @@ from sparsecoll.select import SELECTORS
 from sparsecoll.transport import simulate
 from sparsecoll.vector import RowSparse
 
-SHORT, LONG = 100_000, 5_000_000  # values; from 16 MiB on, arrays are written past the caches
+LENGTH = 100_000  # values
 allreduce: Any = module.allreduce  # also of names that types do not know
 
 
@@ -32,7 +32,6 @@ def warm_up() -> Iterator[tuple[str, float, int]]:
     kinds: dict[str, Any] = {
         f"allreduce of {name}": partial(simulate, 3, partial(_algorithms, name)) for name in DTYPES
     }
-    kinds["allreduce of long vectors"] = partial(rows, 2, ["dense", "oktopk", "auto"], LONG, repeat=1)
     kinds["formats, dtypes on the wire, mappings, rows"] = partial(simulate, 3, _formats_and_types)
     kinds["selectors and residuals"] = partial(simulate, 3, _selectors)
     if importlib.util.find_spec("torch") is not None:
@@ -56,7 +55,7 @@ DTYPES = ("float32", "float64", "int64")
 
 
 def _values(rank: int, dtype: str = "float32") -> Any:
-    return (100 * heavy_tailed(SHORT, rank)()).astype(dtype)
+    return (100 * heavy_tailed(LENGTH, rank)()).astype(dtype)
 
 
 def _algorithms(dtype: str, comm: Any) -> None:
@@ -81,13 +80,12 @@ def _formats_and_types(comm: Any) -> None:
 def _selectors(comm: Any) -> None:
     for dtype in ("float32", "float64"):
         for make in SELECTORS.values():
-            residual, selector = Residual(SHORT, np.dtype(dtype)), make()
+            residual, selector = Residual(LENGTH, np.dtype(dtype)), make()
             for _ in range(2):
-                allreduce(comm, residual.take(_values(comm.rank, dtype), selector, k=SHORT // 100), "allgather")
+                allreduce(comm, residual.take(_values(comm.rank, dtype), selector, k=LENGTH // 100), "allgather")
 
 
 def _compressors() -> None:
     from sparsecoll.torch.compressors import COMPRESSORS
 
-    for n in (SHORT, LONG):
-        rows(2, {name: make() for name, make in COMPRESSORS.items()}, n, repeat=1)
+    rows(2, {name: make() for name, make in COMPRESSORS.items()}, LENGTH, repeat=1)

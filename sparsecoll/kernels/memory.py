@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 SMALLEST = 1 << 18  # bytes; for smaller arrays malloc reuses memory itself
 RETAINED = 1 << 30  # bytes
-ALIGNMENT = 64  # bytes: where larger arrays begin, as registers that are written past the caches must
+ALIGNMENT = 64  # bytes, a line of the caches: where larger arrays begin
 
 _lock = threading.Lock()
 _returned: deque[NDArray[np.uint8]] = deque()  # finalisers append to it; they may run anywhere, even inside `empty`

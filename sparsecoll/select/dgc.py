@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.select.base import Selector, Vector, check_k, checked
-from sparsecoll.select.randomk import mix
-from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
+from sparsecoll.vector import SMALLEST, SparseVector
 
 
 @dataclass
 class SampledThreshold(Selector):
     """Select all entries above the top-k threshold of a sample, with an exact selection if their number is far from k.
 
-    1. Sample every (1/share)-th value, from an offset that changes with each call, or `random` ones; t is the
-       magnitude of rank k * share in the sample.
+    1. Sample every (1/share)-th value, from an offset that changes with each call (the paper's random ones cost a pass
+       over memory with cache misses); t is the magnitude of rank k * share in the sample.
     2. Take all entries of magnitude >= t.
     3. If these are more than (1 + tolerance) k, take the exact top k of them (the paper's hierarchical selection). If
        they are fewer than k / (1 + tolerance), take the exact top k of x.
@@ -23,9 +22,6 @@ class SampledThreshold(Selector):
     Args:
         share: fraction of the values to sample, in (0, 1] (default: 0.01); at least 1,024 values are sampled.
         tolerance: relative deviation of the number selected from k that is accepted (default: 0.25).
-        random: sample random coordinates, as the paper does, which costs a pass over memory with cache misses
-            (default: False).
-        seed: seed of the random coordinates (default: 0).
 
     Raises:
         ValueError: `share` or `tolerance` is out of range.
@@ -35,8 +31,6 @@ class SampledThreshold(Selector):
 
     share: float = 0.01
     tolerance: float = 0.25
-    random: bool = False
-    seed: int = 0
     _calls: int = field(default=0, init=False, repr=False)
 
     LEAST = 1024  # size of the smallest sample
@@ -51,7 +45,8 @@ class SampledThreshold(Selector):
         check_k(k)
         if x.nnz <= k or k == 0:
             return checked(x.topk(k))
-        sample = self._sample(x)
+        stride = stride_for(x.nnz, min(max(self.LEAST, round(self.share * x.nnz)), x.nnz))
+        sample = x.sample(stride, self._calls % stride)
         self._calls += 1
         rank = max(1, round(k / x.nnz * sample.nnz))
         t = max(sample.kth_magnitude(rank), SMALLEST)
@@ -61,11 +56,3 @@ class SampledThreshold(Selector):
         elif chosen.nnz * (1 + self.tolerance) < k and t > SMALLEST:  # else it has all nonzeros
             chosen = checked(x.topk(k))
         return checked(chosen)
-
-    def _sample(self, x: Vector) -> SparseVector:
-        size = min(max(self.LEAST, round(self.share * x.nnz)), x.nnz)
-        if self.random:
-            dense = DenseVector(x.values) if isinstance(x, SparseVector) else x
-            return dense.random_entries(size, mix(self.seed, self._calls))
-        stride = stride_for(x.nnz, size)
-        return x.sample(stride, self._calls % stride)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
-from sparsecoll.kernels.memory import asarray_like, empty, to_host
+from sparsecoll.kernels.memory import asarray_like, empty, on_gpu, to_host
 from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
 from sparsecoll.vector.values import SMALLEST
@@ -66,6 +68,29 @@ class SparseVector(Arithmetic):
     """
 
     __slots__ = ()
+
+    @classmethod
+    def collect(cls, parts: Iterable[SparseVector], room: int) -> SparseVector:
+        """Return what `concatenate` returns; on the host, entries are copied as parts come, while they are in a cache.
+
+        Args:
+            parts: one or more vectors.
+            room: number of entries for which memory is reserved at first; pages that are not filled take none.
+        """
+        first = next(iterator := iter(parts))
+        if on_gpu(first.indices):
+            return cls.concatenate([first, *iterator])
+        indices, values, count = empty(room, first.indices.dtype), empty(room, first.dtype), 0
+        for part in chain([first], iterator):
+            stop = count + part.nnz
+            if stop > indices.size:
+                filled = (indices[:count], values[:count])
+                indices, values = (empty(max(stop, 2 * room), array.dtype) for array in filled)
+                indices[:count], values[:count] = filled
+                room = indices.size
+            indices[count:stop], values[count:stop] = part.indices, part.values
+            count = stop
+        return cls.from_sorted_unchecked(indices[:count], values[:count], first.length)
 
     @classmethod
     def from_scipy(cls, x: Any) -> SparseVector:

@@ -1,9 +1,9 @@
-"""Folds: the fast kernel equals the reference bit for bit, and both equal NumPy's ufuncs where these are defined."""
+"""Folds equal NumPy's ufuncs where these are defined."""
 
 import numpy as np
 import pytest
 
-from sparsecoll.kernels import cpu, reference
+from sparsecoll.kernels import reference
 from sparsecoll.kernels.reference.folds import FOLDS
 
 INTEGERS = ["bool", "int64"]
@@ -29,8 +29,8 @@ def test_entries_at_the_same_index_are_combined_in_their_order(dtype, fold):
         index = np.uint64 if length == 20 and dtype == "int64" else np.uint32
         parts = [(np.sort(rng.choice(length, s, replace=False)).astype(index), values_of(rng, s, dtype)) for s in sizes]
         for zeros in (False, True):
-            (i, v), (j, w) = cpu.merge_fold(parts, fold, zeros), reference.merge_fold(parts, fold, zeros)
-            assert (i.tobytes(), v.tobytes(), v.dtype) == (j.tobytes(), w.tobytes(), np.dtype(dtype))
+            i, v = reference.merge_fold(parts, fold, zeros)
+            assert (i.dtype, v.dtype) == (np.dtype(index), np.dtype(dtype))
             dense, seen = np.zeros(length, dtype), np.zeros(length, int)
             for indices, values in parts:
                 new, old = indices[seen[indices] == 0], seen[indices] > 0
@@ -47,10 +47,8 @@ def test_entries_at_the_same_index_are_combined_in_their_order(dtype, fold):
 def test_arrays_are_combined_as_by_numpy(dtype, fold):
     rng = np.random.default_rng(4)
     a, b = values_of(rng, 1000, dtype), values_of(rng, 1000, dtype)
-    expected, found = a.copy(), a.copy()
-    reference.fold_into(expected, b, fold)
-    cpu.fold_into(found, b, fold)
-    assert found.tobytes() == expected.tobytes()
+    found = a.copy()
+    reference.fold_into(found, b, fold)
     np.testing.assert_array_equal(found, UFUNCS[fold](a, b))
 
 
@@ -59,9 +57,8 @@ def test_the_order_of_zeros_and_nan_does_not_matter(fold):
     other_nan = np.array([0xFFC12345], np.uint32).view(np.float32)[0]
     values = np.array([0.0, -0.0, np.nan, other_nan, np.inf, 1], np.float32)
     a, b = (grid.reshape(-1) for grid in np.meshgrid(values, values))
-    for kernels in (cpu, reference):
-        one, two = a.copy(), b.copy()
-        kernels.fold_into(one, b, fold)
-        kernels.fold_into(two, a, fold)
-        assert one.tobytes() == two.tobytes()
-        assert set(one[np.isnan(one)].view(np.uint32).tolist()) == {0x7FC00000}
+    one, two = a.copy(), b.copy()
+    reference.fold_into(one, b, fold)
+    reference.fold_into(two, a, fold)
+    assert one.tobytes() == two.tobytes()
+    assert set(one[np.isnan(one)].view(np.uint32).tolist()) == {0x7FC00000}

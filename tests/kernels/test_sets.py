@@ -13,8 +13,8 @@ from sparsecoll.kernels.cpu.intrinsics import cache
 
 ROOT = Path(__file__).parent.parent.parent
 OTHERS = [name for name in ("avx512", "avx2", "portable") if name != cpu.lanes.SET]
-SUITES = [f"tests/kernels/test_{name}.py" for name in ("kernels", "codecs", "streams", "union")]
-SAME = ("several_threads", "rice", "blocks", "bitmaps", "hashed", "random_indices")  # kernels without lanes
+SUITES = [f"tests/kernels/test_{name}.py" for name in ("kernels", "codecs", "dense", "union")]
+SAME = ("several_threads", "rice", "blocks", "bitmaps", "hashed", "marked", "random_indices")  # kernels without lanes
 DTYPES = "float32 int64"  # a type of floats and one of integers, and both widths of lanes
 
 

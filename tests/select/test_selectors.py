@@ -375,17 +375,6 @@ def test_distances_of_samples_are_prime_to_widths(length):
         )
 
 
-def test_a_random_sample_finds_about_k_of_a_periodic_vector_and_goes_on_from_its_state():
-    x = np.tile(np.arange(1, 5001, dtype=np.float32), 20)
-    first = select.SampledThreshold(random=True, tolerance=0.5)
-    sizes = [first.select(DenseVector(x), 2000).nnz for _ in range(3)]
-    assert all(2000 / 1.5 <= size <= 2000 * 1.5 for size in sizes) and len(set(sizes)) > 1
-    second = select.SampledThreshold(random=True, tolerance=0.5)
-    second.load_state_dict(first.state_dict())
-    sparse = SparseVector.from_dense(x)
-    assert same_bits(first.select(DenseVector(x), 2000), second.select(sparse, 2000))
-
-
 def test_an_accumulator_is_an_array_after_the_work_that_waits():
     acc = LazyAccumulator(np.array([1.0, -2.0, 0.0], np.float32))
     acc.add_later(np.array([0.5, 0.5, 0.5], np.float32), 2.0)

@@ -10,7 +10,6 @@ from one_bucket import normal, one, step
 from sparsecoll import Algorithm, CLTk, LowBit, Reduction, SparseVector, select, simulate
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp
 from sparsecoll.torch.compressors import ErrorFeedback, StepContext, TopKCompressor, as_compressor, dgc, gaussiank
-from sparsecoll.torch.compressors.versions import Rates, Versions
 from sparsecoll.torch.tensors.layout import Layout
 
 
@@ -19,12 +18,6 @@ def test_presets_are_top_k_with_other_defaults():
         assert (
             isinstance(as_compressor(name), TopKCompressor) and COMPRESSORS[name](0.5, momentum=0.25).momentum == 0.25
         )
-
-
-def test_topk_by_layer_takes_each_layers_share():
-    g = [np.arange(1, 101, dtype=np.float32)]
-    results, _ = one(TopKCompressor({"p0": 0.1, "*": 0.5}), g, shapes=((60,), (40,)))[0]
-    assert np.flatnonzero(results[0]).tolist() == [*range(54, 60), *range(80, 100)]
 
 
 class SelectsByItself(CLTk):
@@ -41,12 +34,6 @@ def test_a_selector_without_effect_is_refused(algo):
         with pytest.raises(ValueError, match=r"selector: expected None with .*, which .*, got GaussianK"):
             make()
     dgc(algo=algo, selector=None)
-
-
-def test_a_selector_of_layers_goes_with_an_algorithm_that_selects_by_itself():
-    g = [np.arange(1, 101, dtype=np.float32)]
-    method = TopKCompressor({"p0": 0.1, "*": 0.5}, algo=SelectsByItself(), selector=select.SampledThreshold())
-    assert 0 < np.count_nonzero(one(method, g, shapes=((60,), (40,)))[0][0][0]) < 60
 
 
 def test_warm_up_selects_what_it_says():
@@ -148,95 +135,6 @@ def test_densestream_fills_its_blocks_with_true_values():
     assert kept > 1.05 * np.count_nonzero(bare[0])
 
 
-def test_residuals_follow_the_learning_rate():
-    """What has waited is applied at the rates at which it came: lr * mean adds up to the sum of lr * gradient."""
-    shapes, g = ((2,), (2,)), np.array([4, 1, 2, 1], np.float32)
-    rates = [[1.0, 1.0], [0.5, 0.5], [0.25, 0.5], [0.5, 2.0]]  # alike, then not
-
-    def program(comm):
-        own, context = TopKCompressor(0.5, "allgather", follow_lr=True), StepContext()
-        context.rates = lambda names: rates[context.step]
-        own.bind(Layout(0, (4,), ("a", "b"), shapes, np.dtype(np.float32)), comm.transport, context)
-        applied, came = np.zeros(4), np.zeros(4)
-        for lr in (np.repeat(row, 2) for row in rates):
-            own.allreduce_mean(comm.transport, g.copy(), np.empty_like(g))  # thrown away
-            own.versions.accept()
-            own.versions.rollback()
-            applied += lr * step(own, comm.transport, g.copy())
-            came += lr * g
-            context.step += 1
-        waiting = np.repeat(list(own.state()["rate"].values()), 2) * own.residual
-        return came - applied - waiting
-
-    np.testing.assert_allclose(simulate(2, program).results, 0, atol=1e-5)
-    versions = Versions(Layout(0, (4,), ("a", "b"), shapes, np.dtype(np.float32)))
-    frozen = versions.add(Rates(("a", "b"), lambda names: [0.0, 0.5]))
-    assert frozen.factors() == [1.0, 1.0]  # no rate so far, then one of 0
-    versions.accept()
-    versions.commit()
-    assert frozen.factors() == [1.0, 1.0]
-    with pytest.raises(ValueError, match="follow_lr: expected False in a loop"):
-        one(TopKCompressor(follow_lr=True), normal(2, 10))
-
-
-def test_a_residual_that_is_taken_back_alone_follows_the_learning_rate():
-    """One of two parameters' gradients is thrown away between two reductions of a step; the other's residual stays."""
-
-    def program(comm):
-        own, context = TopKCompressor(0.5, "allgather", follow_lr=True), StepContext()
-        context.rates = lambda names: [0.1 if context.step else 1.0] * 2
-        own.bind(Layout(0, (4,), ("a", "b"), ((2,), (2,)), np.dtype(np.float32)), comm.transport, context)
-        step(own, comm.transport, np.array([4, 1, 3, 2], np.float32))
-        context.step, means = 1, []
-        for names in ({"a"}, ()):
-            means.append(np.empty(4, np.float32))
-            own.allreduce_mean(comm.transport, np.zeros(4, np.float32), means[-1])
-            own.versions.accept()
-            own.versions.rollback(names)
-        return means
-
-    for means in simulate(2, program).results:
-        np.testing.assert_allclose(means, [[0, 10, 0, 20], [0, 10, 0, 0]], rtol=1e-6)
-
-
-def test_residuals_follow_a_schedule_in_a_loop():
-    """Also of groups with their own rates, over two back-propagations in a step, from a checkpoint, and when another
-    parameter is frozen, with which buckets are laid out again."""
-
-    def program(comm):
-        torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.zeros(40)) for _ in range(3)]
-        groups = [{"params": [params[0], params[2]]}, {"params": params[1:2], "lr": 0.5}]
-        gradient = torch.linspace(1, 2, 40)
-
-        def made():
-            named = list(zip("abc", params, strict=True))
-            inner = torch.optim.SGD(groups, lr=1.0)
-            compressor = TopKCompressor(0.1, "allgather", follow_lr=True)
-            return DistributedOptimizer(inner, named, comm, compressor, dense_below=0)
-
-        optimizer, came = made(), torch.zeros(2)
-        for number in range(6):
-            if number == 3:
-                state, optimizer = optimizer.state_dict(), made()
-                optimizer.load_state_dict(state)
-            for i, group in enumerate(optimizer.param_groups):
-                group["lr"] = (1.0, 0.5)[i] / (1 + number * (1 + i))
-                came[i] += 2 * group["lr"] * float(gradient.sum())
-            optimizer.zero_grad()
-            params[2].requires_grad_(number != 4)
-            for _ in range(2):
-                sum((p * gradient).sum() for p in params).backward()
-            optimizer.step()
-        tensors = optimizer.state_dict()["sparsecoll"]["tensors"]
-        rates = [group["lr"] for group in optimizer.param_groups]
-        waiting = [lr * float(tensors["residual"][name].sum()) for lr, name in zip(rates, "ab", strict=True)]
-        return [float(came[i] + params[i].detach().sum()) - waiting[i] for i in range(2)]
-
-    for lost in simulate(2, program).results:
-        assert lost == pytest.approx([0, 0], abs=1e-3)
-
-
 @dataclass
 class Elsewhere(Algorithm):
     """An algorithm of the user's whose `contributed` is a vector of another length."""
@@ -294,7 +192,7 @@ def test_entries_that_share_memory_with_what_is_left_of_them_enter_the_mean(algo
     def program(comm):
         model = torch.nn.Linear(8, 4, bias=False)
         torch.nn.init.zeros_(model.weight)
-        compressor = TopKCompressor({"*": 1.0}, algo, selector=Everything())
+        compressor = TopKCompressor(1.0, algo, selector=Everything())
         inner = torch.optim.SGD(model.parameters(), 1.0)
         optimizer = DistributedOptimizer(inner, model, comm, compressor, dense_below=0)
         (model.weight.sum() * (comm.rank + 1)).backward()

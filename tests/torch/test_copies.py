@@ -42,7 +42,7 @@ def test_copies_of_schedules_are_equal(way):
     for schedule in (Constant(0.1), WarmUp(0.01, 4)):
         again = WAYS[way](schedule)
         assert [again.at(step) for step in range(6)] == [schedule.at(step) for step in range(6)]
-    nested = TopKCompressor({"0.*": WarmUp(0.1, 3), "*": 0.5}, momentum=0.9)
+    nested = TopKCompressor(WarmUp(0.1, 3), momentum=0.9)
     assert WAYS[way](nested).describe() == nested.describe()
 
 

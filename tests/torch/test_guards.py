@@ -14,12 +14,13 @@ from sparsecoll.torch import (
     DistributedOptimizer,
     HookState,
     LocalOptimizer,
+    SparseSGD,
     WarmUp,
     broadcast,
     comm_hook,
     init_process_group,
 )
-from sparsecoll.torch.compressors import TopKCompressor, nesterovtopk
+from sparsecoll.torch.compressors import RandomKCompressor, TopKCompressor, nesterovtopk
 from sparsecoll.transport import default_comm, launcher
 
 P = 3
@@ -257,6 +258,26 @@ def test_momentum_in_the_compressor_and_in_the_optimizer_is_told_once(caplog, mo
         simulate(P, program)
     assert caplog.text.count("gradients get both, as if the learning rate were 10 times as large") == warnings
     assert caplog.text.count(f"{compressor} has a momentum of 0.9, and SGD one of 0.9") == warnings
+
+
+@pytest.mark.parametrize(
+    ("algo", "density", "warned"), [("oktopk", 0.01, 1), ("allgather", 0.3, 0), ("dense", None, 0), (None, None, 0)]
+)
+@pytest.mark.parametrize("adapter", ["SparseSGD", "DistributedOptimizer", "randomk"])
+def test_momentum_behind_a_residual_is_told_once_with_the_cure(caplog, adapter, algo, density, warned):
+    def program(comm):
+        model = net()
+        if adapter == "SparseSGD":
+            SparseSGD(model.parameters(), 0.1, 0.9, comm=comm, algo=algo, density=density)
+            return
+        compressor = None if algo is None else TopKCompressor(density or 1, algo=algo)
+        if adapter == "randomk":
+            compressor = RandomKCompressor(density or 1)
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, 0.9), model, comm, compressor).close()
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(P, program)
+    assert caplog.text.count("with momentum=0.9 in S") == warned == caplog.text.count("Give no compressor or algo, and")
 
 
 def test_a_momentum_that_local_optimizer_has_too_is_told_by_its_name(caplog):

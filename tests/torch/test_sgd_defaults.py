@@ -73,15 +73,16 @@ def expected(ranks, momenta, settings, density=DENSITY):
         for rank in range(ranks):
             model.zero_grad()
             loss_of(model, batch(rank, step)).backward()
-            velocity[rank] = inside * velocity[rank] + np.concatenate([p.grad.numpy().ravel() for p in params])
-            residual[rank] += velocity[rank]
+            gradient = np.concatenate([p.grad.numpy().ravel() for p in params])
+            velocity[rank] = inside * (velocity[rank] + gradient)
+            residual[rank] += gradient + velocity[rank]
             sent = np.argsort(-abs(residual[rank]), kind="stable")[:k]
             total[sent] += residual[rank, sent]
             residual[rank, sent] = 0
             if k < len(m):
                 velocity[rank, sent] = 0
         lr = 0.2 * (1, 0.5, 0.1)[step % 3]
-        rate = lr * damp * (1 - inside) / (1 - m) * (1 - m ** (step + 1)) / (1 - inside ** (step + 1))
+        rate = lr * damp * (1 - inside) / (1 - m) * (1 - m ** (step + 1)) / (1 - inside ** (step + 2))
         w = np.concatenate([p.detach().numpy().ravel() for p in params])
         w -= rate * (sign * total / ranks + decay / (1 - inside) * w)
         with torch.no_grad():
@@ -240,13 +241,13 @@ def test_one_line_says_what_stands_for_the_momentum(caplog):
         SparseSGD(model.parameters(), 0.1, 0.9, comm=comm)
         DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, 0.9), model, comm).close()
         SparseSGD(net().parameters(), 0.1, comm=comm)
-        SparseSGD(net().parameters(), 0.1, 0.9, comm=comm, algo="oktopk")
+        SparseSGD(net().parameters(), 0.1, 0.9, comm=comm, algo="dense")
 
     with caplog.at_level(logging.WARNING, "sparsecoll"):
         simulate(3, program)
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[0] for line in lines] == ["SparseSGD", "DistributedOptimizer"]
-    assert all("momentum=0.7 before the compression, at 3 times the learning rate" in line for line in lines)
+    assert all("Nesterov momentum=0.7 before the compression, at 3 times the learning rate" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,16 @@ def test_pairs_that_are_sorted_are_not_copied():
     assert np.shares_memory(x.indices, indices) and np.shares_memory(x.values, values)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex128", "int8"])
+@pytest.mark.parametrize("room", [0, 1, 3, 5, 9, 100_000])
+def test_parts_are_collected_as_they_come(dtype, room):
+    whole = SparseVector([0, 2, 3, 7, 8], np.arange(5).astype(dtype), 9)
+    for edges in ([0, 9], [0, 3, 9], [0, 0, 1, 4, 4, 9, 9]):
+        parts = whole.split(edges)
+        assert SparseVector.collect(iter(parts), room) == SparseVector.concatenate(parts) == whole
+    assert SparseVector.collect([SparseVector.empty(9, dtype)], 0) == SparseVector.empty(9, dtype)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

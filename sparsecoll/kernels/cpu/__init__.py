@@ -6,7 +6,6 @@ float16 are formed in float32 (see `vector.accumulator_dtype`).
 """
 
 from sparsecoll.kernels.cpu.codecs import *
-from sparsecoll.kernels.cpu.folds import *
 from sparsecoll.kernels.cpu.merge import *
 from sparsecoll.kernels.cpu.quantization import *
 from sparsecoll.kernels.cpu.rice import *
@@ -17,8 +16,13 @@ from sparsecoll.kernels.cpu.sums import *
 from sparsecoll.kernels.cpu.words import *
 from sparsecoll.kernels.reference.codecs import (
     block_heads as block_heads,
+    block_indices as block_indices,
+    block_write as block_write,
     from_bfloat16 as from_bfloat16,
+    hash_slots as hash_slots,
+    scatter_add_marked as scatter_add_marked,
     slots_write as slots_write,
 )
-from sparsecoll.kernels.reference.rows import join_rows as join_rows, take_rows as take_rows
-from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys
+from sparsecoll.kernels.reference.folds import *
+from sparsecoll.kernels.reference.rows import join_rows as join_rows, split_rows as split_rows, take_rows as take_rows
+from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys, random_indices as random_indices

@@ -1,6 +1,4 @@
-"""Rows of values: each row of the operands is read once, and each row of a sum written once. Flat indices as a
-matrix by rows, in one pass without divisions.
-"""
+"""Rows of values: each row of the operands is read once, and each row of a sum written once."""
 
 from __future__ import annotations
 
@@ -37,23 +35,6 @@ def _scatter_add_rows(table_at, table, rows, width, values_at, values):  # type:
             target[j] += row[j]
 
 
-@jit
-def _split(flat, width, starts, columns):  # type: ignore[no-untyped-def]
-    row = 0
-    first = np.uint64(0)
-    starts[0] = 0
-    for i in range(flat.size):
-        column = np.uint64(flat[i]) - first
-        while column >= width:
-            column -= width
-            first += width
-            row += 1
-            starts[row] = i
-        columns[i] = column
-    for r in range(row + 1, starts.size):
-        starts[r] = flat.size
-
-
 def sum_rows(parts: Sequence[Array], order: Array, starts: Array, out: Array) -> None:
     if np.float16 in (parts[0].dtype, out.dtype) or parts[0].dtype.kind == "V":
         reference.sum_rows(parts, order, starts, out)
@@ -71,7 +52,3 @@ def scatter_add_rows(table: Array, rows: Array, values: Array) -> None:
         return
     kinds = table[:0].reshape(-1), values[:0].reshape(-1)
     _scatter_add_rows(table.ctypes.data, kinds[0], readonly(rows), table.shape[1], values.ctypes.data, kinds[1])
-
-
-def split_rows(flat: Array, width: int, starts: Array, columns: Array) -> None:
-    _split(readonly(flat), np.uint64(width), starts, columns)

@@ -18,7 +18,7 @@ from sparsecoll.kernels.cpu.radix import cut, keep_largest, kth, range_of
 from sparsecoll.kernels.cpu.selection_pass import CHUNK, LINE, select_chunks
 from sparsecoll.kernels.keys import PLAIN, Array, Pass, index_dtype, is_float
 from sparsecoll.kernels.memory import empty, grown, readonly
-from sparsecoll.kernels.reference.selection import MOMENT_LANES, ROUNDS, moments_of_lines, taken
+from sparsecoll.kernels.reference.selection import MOMENT_LANES, moments_of_lines, taken
 from sparsecoll.kernels.sampling import bounding_sample
 
 SAMPLE = 1 << 15  # size of the largest sample that bounds the k-th magnitude from below
@@ -31,23 +31,6 @@ def _count(bits, mask, key):  # type: ignore[no-untyped-def]
     for i in range(bits.size):
         count += magnitude_key(bits[i], mask) >= key
     return count
-
-
-@jit
-def _permuted(length, half, key, out):  # type: ignore[no-untyped-def]
-    mask, shift = (np.uint64(1) << np.uint64(half)) - np.uint64(1), np.uint64(half)
-    for i in range(out.size):
-        x = np.uint64(i)
-        while True:
-            left, right = x >> shift, x & mask
-            for number in range(ROUNDS):
-                z = (right + key + np.uint64(number) * np.uint64(0xD1B54A32D192ED03)) * np.uint64(0x9E3779B97F4A7C15)
-                z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-                left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & mask)
-            x = (left << shift) | right
-            if x < length:
-                break
-        out[i] = x
 
 
 def lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
@@ -82,13 +65,6 @@ def key_range(values: Array) -> tuple[int, int]:
         return 0, 0
     lowest, highest = range_of(*lanes_of(magnitudes(values)))
     return int(lowest), int(highest)
-
-
-def random_indices(length: int, count: int, key: int) -> Array:
-    out = empty(min(count, length), index_dtype(length))
-    _permuted(np.uint64(length), max(1, (max(length - 1, 1).bit_length() + 1) // 2), np.uint64(key), out)
-    out.sort()
-    return out
 
 
 def moments_of(values: Array) -> Array:

@@ -8,11 +8,11 @@ import numpy as np
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.codecs import from_float16
-from sparsecoll.kernels.cpu.lanes import BLOCK, array_at, end_stream, jit, stream_block, streams_to
+from sparsecoll.kernels.cpu.lanes import array_at, jit
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import data_ptr, empty, readonly
 
-PART = 1 << 11  # coordinates of a dense vector that are put together before they are written past the caches
+PART = 1 << 11  # coordinates of a dense vector that are put together while they are in the first-level cache
 
 
 @jit
@@ -45,30 +45,6 @@ def _scatter_add(dense, indices, values, subtract):  # type: ignore[no-untyped-d
 
 
 @jit
-def _stream(part, bits, start, count):  # type: ignore[no-untyped-def]
-    """Write the first `count` bit patterns of `part` to `bits` from `start` on, past the caches; set them to zero."""
-    whole = count - count % BLOCK
-    for at in range(0, whole, BLOCK):
-        stream_block(part, at, bits, start + at)
-    for at in range(whole, count):
-        bits[start + at] = part[at]
-
-
-@jit
-def _stream_dense(bits, indices, values, part):  # type: ignore[no-untyped-def]
-    """Write all values of a dense vector, given as bit patterns; `part`, of PART items, is zero at first."""
-    i, size, one = np.uint64(0), np.uint64(indices.size), np.uint64(1)  # unsigned: negative ones would be looked at
-    for start in range(0, bits.size, PART):
-        base, count = np.uint64(start), min(PART, bits.size - start)
-        stop = base + np.uint64(count)
-        while i < size and np.uint64(indices[i]) < stop:
-            part[np.uint64(indices[i]) - base] = values[i]
-            i += one
-        _stream(part, bits, start, count)
-    end_stream()
-
-
-@jit
 def add_below(indices, values, start, base, stop, part):  # type: ignore[no-untyped-def]
     """Add entries from `start` on, with indices below `stop`, to `part`, which begins at `base`; where they end."""
     i, size, one, zero = np.uint64(start), np.uint64(indices.size), np.uint64(1), part.dtype.type(0)
@@ -80,30 +56,19 @@ def add_below(indices, values, start, base, stop, part):  # type: ignore[no-unty
 
 
 @jit
-def _write_sum(  # type: ignore[no-untyped-def]
-    dense, bits, index_at, value_at, sizes, starts, together, divisor, inverse, part, part_bits, like, stream
-):
-    """Write all values of the sum of vectors; past the caches, by way of `part`, unless `stream` is None."""
+def _write_sum(dense, index_at, value_at, sizes, starts, together, divisor, inverse, like):  # type: ignore[no-untyped-def]
+    """Write all values of the sum of vectors."""
     group = 0
     for start in range(0, dense.size, PART):
-        base, count = np.uint64(start), min(PART, dense.size - start)
-        if stream is None:
-            block = dense[start : start + count]
-            block[:] = 0
-        else:
-            block = part
-        left = False
+        part, base, left = dense[start : start + PART], np.uint64(start), False
+        part[:] = 0
         while group < sizes.size and not left:
             for p in range(group, group + together):
-                indices, values = array_at(index_at[p], sizes[p], like), array_at(value_at[p], sizes[p], part)
-                starts[p] = add_below(indices, values, starts[p], base, base + np.uint64(count), block)
+                indices, values = array_at(index_at[p], sizes[p], like), array_at(value_at[p], sizes[p], dense)
+                starts[p] = add_below(indices, values, starts[p], base, base + np.uint64(part.size), part)
                 left |= starts[p] < sizes[p]
             group += 0 if left else together
-        _divide(block, divisor, inverse)
-        if stream is not None:
-            _stream(part_bits, bits, start, count)
-    if stream is not None:
-        end_stream()
+        _divide(part, divisor, inverse)
 
 
 @jit
@@ -161,9 +126,6 @@ def scatter_add(dense: Array, indices: Array, values: Array, subtract: bool = Fa
 def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None = None) -> None:
     if dense.dtype == values.dtype and divisor is not None and dense.dtype.char in "fd":
         write_sum(dense, [(indices, values)], divisor, 1)
-    elif dense.dtype == values.dtype and divisor is None and streams_to(dense):
-        kind = np.dtype(f"u{dense.itemsize}")
-        _stream_dense(dense.view(kind), readonly(indices), readonly(values.view(kind)), np.zeros(PART, kind))
     else:
         dense.view(np.uint8).fill(0)  # bytes are set without reading the memory first
         if divisor is None:
@@ -176,9 +138,8 @@ def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, 
     indices = [np.ascontiguousarray(i) for i, _ in parts]
     values = [as_contiguous(v, dense.dtype) for _, v in parts]
     inverse = dense.dtype.type(1 / divisor) if divisor & (divisor - 1) == 0 else None  # exact for powers of two
-    part, bits = np.zeros(PART, dense.dtype), np.dtype(f"u{dense.itemsize}")
-    how = (together, dense.dtype.type(divisor), inverse, part, part.view(bits), readonly(indices[0]), streams_to(dense))
-    _write_sum(dense, dense.view(bits), *addresses(indices, values), *how)
+    how = (together, dense.dtype.type(divisor), inverse, readonly(indices[0]))
+    _write_sum(dense, *addresses(indices, values), *how)
 
 
 def addresses(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Array, ...]:

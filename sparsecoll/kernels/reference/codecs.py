@@ -31,10 +31,10 @@ def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
 
 def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
     """The index (uint64) at each ascending position in the concatenation of all blocks. `starts`, `lengths`: uint64."""
-    ends = np.cumsum(lengths.astype(np.int64))
-    block = np.searchsorted(ends, positions, side="right")
-    offsets = positions - (ends[block] - lengths[block].astype(np.int64))
-    return starts[block] + offsets.astype(np.uint64)
+    ahead = starts - (np.cumsum(lengths) - lengths)
+    indices = np.repeat(ahead, lengths.astype(np.int64))
+    indices += np.arange(indices.size, dtype=np.uint64)
+    return indices[positions]
 
 
 def bitmap_write(indices: Array, first: int, out: Array) -> None:

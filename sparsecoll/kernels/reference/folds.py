@@ -57,19 +57,22 @@ def merge_fold(parts: Sequence[tuple[Array, Array]], fold: str, zeros: bool) -> 
         fold: as in `fold_into`.
         zeros: whether a value is also combined with zero, at last, if some part does not have the index.
     """
-    indices = np.unique(np.concatenate([i for i, _ in parts]))
-    values, counts = np.empty(indices.size, parts[0][1].dtype), np.zeros(indices.size, np.int64)
-    for own, theirs in parts:
-        positions = np.searchsorted(indices, own)
-        before = counts[positions] > 0
-        values[positions[~before]] = theirs[~before]
-        shared = values[positions[before]]
-        fold_into(shared, theirs[before], fold)
-        values[positions[before]] = shared
-        counts[positions] += 1
+    indices, given = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    order = np.argsort(indices, kind="stable")
+    indices = indices[order]
+    starts = np.flatnonzero(np.diff(indices, prepend=~indices[:1]))
+    counts = np.diff(starts, append=order.size)
+    values = given[order[starts]]
+
+    def combine(at: Array, others: Array) -> None:
+        own = values[at]
+        fold_into(own, others, fold)
+        values[at] = own
+
+    for number in range(1, len(parts)):
+        at = np.flatnonzero(counts > number)
+        combine(at, given[order[starts[at] + number]])
     if zeros:
         lacking = np.flatnonzero(counts < len(parts))
-        rest = values[lacking]
-        fold_into(rest, np.zeros_like(rest), fold)
-        values[lacking] = rest
-    return indices, values
+        combine(lacking, np.zeros_like(values[lacking]))
+    return indices[starts], values

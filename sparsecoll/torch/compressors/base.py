@@ -6,7 +6,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,8 +20,8 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import record, span
-from sparsecoll.torch.compressors.schedule import Density, Schedule, check_density, without_addresses
-from sparsecoll.torch.compressors.versions import Rates, Versioned, Versions
+from sparsecoll.torch.compressors.schedule import without_addresses
+from sparsecoll.torch.compressors.versions import Versioned, Versions
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.torch.tensors.private import profiled
 from sparsecoll.transport import Transport
@@ -31,7 +30,6 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import DenseVector, SparseVector
 
 DENSE = Dense()
-RARE = 0.1  # the density below which an entry waits for more than ten steps on average
 
 
 @dataclass
@@ -40,13 +38,11 @@ class StepContext:
 
     Attributes:
         step: number of steps taken before this one.
-        rates: returns the learning rates of named parameters in this step; None in loops that do not know them.
         momenta: returns the optimizer's momenta of named parameters; None in loops that do not know them.
         warned: whether rank 0 has warned that the compressor's momentum is not that of rows.
     """
 
     step: int = 0
-    rates: Callable[[Sequence[str]], list[float]] | None = None
     momenta: Callable[[Sequence[str]], list[float]] | None = None
     warned: bool = False
 
@@ -247,13 +243,10 @@ class ErrorFeedback(Compressor):
 
     takes_source = True
     keeps_gradient = True
-    follow_lr = False  # whether residuals follow the learning rate
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
         self._residual = self.versions.add(self._first_residual())
-        self._rates = Rates(layout.names, context.rates) if self.follow_lr else Rates((), lambda _: [])
-        self.versions.add(self._rates)
 
     def _first_residual(self) -> Versioned:
         layout = self.layout
@@ -302,8 +295,7 @@ class ErrorFeedback(Compressor):
             np.subtract(acc.values, sent.values, out=acc.values)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        residual = {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}
-        return residual | ({"rate": self._rates.state()} if self.follow_lr else {})
+        return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}
 
 
 class Shown:
@@ -328,54 +320,3 @@ def write_mean(out: Array, value: Vector, size: int) -> None:
         np.divide(value.values, size, out=out, casting="same_kind")
         return
     DenseVector(out).copy_entries(value, size)
-
-
-@dataclass(frozen=True)
-class Densities:
-    """A parsed `density` argument: one for everything, or for each layer that of the first matching pattern.
-
-    Args:
-        rules: pairs of a pattern of parameter names, as in fnmatch (None stands for whole buckets), and a density.
-    """
-
-    rules: tuple[tuple[str | None, float | Schedule], ...]
-
-    @classmethod
-    def of(cls, density: Density) -> Densities:
-        """Parse a fraction in (0, 1], a Schedule, or a mapping from patterns of parameter names to either."""
-        if isinstance(density, Mapping):
-            if not density:
-                raise ValueError("density: expected at least one pattern, got none")
-            return cls(tuple((name, _density(value)) for name, value in density.items()))
-        return cls(((None, _density(density)),))
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether densities are given by layer."""
-        return self.rules[0][0] is not None
-
-    @property
-    def rare(self) -> bool:
-        """Whether entries of all layers wait for many steps in the end, as far as is known."""
-        ends = []
-        for _, given in self.rules:
-            end = given.settles_at() if isinstance(given, Schedule) else given
-            ends.append(end is None or check_density(end, given, "settles_at()") < RARE)
-        return all(ends)
-
-    def k(self, length: int, step: int, name: str | None = None) -> int:
-        """Return the number of entries to select in a step, at least one.
-
-        Args:
-            length: number of values in the bucket or layer.
-            name: name of the layer; None for a bucket.
-        """
-        for pattern, given in self.rules:
-            if pattern is None or (name is not None and fnmatchcase(name, pattern)):
-                density = check_density(given.at(step), given, f"at({step})") if isinstance(given, Schedule) else given
-                return min(length, max(1, round(density * length)))
-        raise ValueError(f"density: expected a pattern for every layer, got none for {name!r} (add '*')")
-
-
-def _density(density: float | Schedule) -> float | Schedule:
-    return density if isinstance(density, Schedule) else check_density(density)

@@ -52,7 +52,6 @@ class DRAGONN(TopKCompressor):
         value_dtype: as in `TopKCompressor`.
         momentum: as in `TopKCompressor`.
         nesterov: as in `TopKCompressor`.
-        follow_lr: as in `TopKCompressor`.
         clip: as in `TopKCompressor`.
         clip_by: as in `TopKCompressor`.
         row_density: as in `TopKCompressor`.

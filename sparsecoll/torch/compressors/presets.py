@@ -12,10 +12,10 @@ from sparsecoll.torch.compressors.topk import TopKCompressor
 def sgdtopk(density: Density | None = None, **options: Any) -> TopKCompressor:
     """Top k for torch.optim.SGD with the learning rate and the momentum of dense training (docs/convergence.md).
 
-    Each rank's top k with values of 4 bits, an allgather, and momentum correction with factor masking (Deep Gradient
-    Compression, sections 3.1 to 3.3) in place of SGD's momentum; the default of SparseSGD and, with torch.optim.SGD, of
-    DistributedOptimizer. See `sparsecoll.torch.SparseSGD` for the momentum. In loops that do not know the optimizer
-    (DDP's hook, FSDP) use `nesterovtopk`.
+    Each rank's top k with values of 4 bits, an allgather, and Nesterov momentum with correction and factor masking
+    (Deep Gradient Compression, sections 3.1 to 3.3) in place of SGD's momentum; the default of SparseSGD and, with
+    torch.optim.SGD, of DistributedOptimizer. See `sparsecoll.torch.SparseSGD` for the momentum. In loops that do not
+    know the optimizer (DDP's hook, FSDP) use `nesterovtopk`.
 
     Volume: about 1.5k(P-1) bytes at a density of 1 %, which grows with P: for many ranks use `oktopk`.
 
@@ -72,7 +72,7 @@ def densestream(density: Density = 0.01, **options: Any) -> TopKCompressor:
     """DenseStream (Algorithm 2 of the paper: TopkDSA with DenseStream blocks): the exact sum of the top k of all ranks.
 
     Inside blocks, true values are sent instead of zeros, in the same number of bytes (`fill`, end of section IV.B), but
-    not with a selector or a density by layer. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
+    not with a selector. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
 
     Args:
         density: as in `TopKCompressor`.
@@ -96,8 +96,8 @@ def dgc(density: Density = 0.01, **options: Any) -> TopKCompressor:
 
     The momentum is part of the compressor: use an optimizer without one. To follow the paper where the defaults do not,
     use `clip_by="bucket"` with `DistributedOptimizer(bucket_bytes=None)` (clip by the norm of the whole gradient),
-    `nesterov=True` (Nesterov momentum), `selector=select.SampledThreshold(random=True)` (a random sample), and
-    `density=WarmUp(0.001, steps)` (warm up to the density of 0.001, section 3.4).
+    `nesterov=True` (Nesterov momentum), and `density=WarmUp(0.001, steps)` (warm up to the density of 0.001, section
+    3.4). The sample is a strided one, not a random one.
 
     Args:
         density: as in `TopKCompressor`.

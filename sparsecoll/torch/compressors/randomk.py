@@ -8,8 +8,8 @@ from typing import Any
 from sparsecoll import select
 from sparsecoll.algorithms import Reduction
 from sparsecoll.select import Vector
-from sparsecoll.torch.compressors.base import Densities, ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.compressors.schedule import ENTRIES, Density
+from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
+from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_schedule, entries_of, is_rare
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
@@ -27,7 +27,7 @@ class RandomKCompressor(ErrorFeedback):
         seed: seed of the coordinates, the same on all ranks (default: 0).
 
     Raises:
-        ValueError: `density` is out of range or a mapping.
+        ValueError: `density` is out of range.
     """
 
     name = "randomk"
@@ -36,14 +36,10 @@ class RandomKCompressor(ErrorFeedback):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        densities = Densities.of(self.density)
-        if densities.by_layer:
-            raise ValueError("density: expected a number or a Schedule, got a mapping")
-        self.sends_rarely = densities.rare
+        self.sends_rarely = is_rare(as_schedule(self.density))
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self._densities = Densities.of(self.density)
         self._selector = select.RandomK(self.seed + layout.index)
 
     def reset(self) -> None:
@@ -51,7 +47,7 @@ class RandomKCompressor(ErrorFeedback):
 
     def compress(self, acc: Vector) -> SparseVector:
         self.check_finite(acc)  # it may not be drawn for long
-        self._k = self._densities.k(self.layout.length, self.context.step)
+        self._k = entries_of(as_schedule(self.density), self.layout.length, self.context.step)
         return self._selector.select(acc, self._k)
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:

@@ -1,4 +1,4 @@
-"""Density schedules: which fraction of a vector to send, by step and by layer."""
+"""Density schedules: which fraction of a vector to send, by step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+RARE = 0.1  # the density below which an entry waits for more than ten steps on average
 ENTRIES = "entries by density, which may depend on the step alone"  # what errors call k if ranks have another one
 
 
@@ -49,7 +50,7 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9A-Fa-f]+", "", text)
 
 
-def check_density(density: float, schedule: float | Schedule | None = None, method: str = "") -> float:
+def check_density(density: float, schedule: Schedule | None = None, method: str = "") -> float:
     """Return a density, of the named method of a schedule if there is one.
 
     Raises:
@@ -133,7 +134,33 @@ class WarmUp(Schedule):
         return self.density
 
 
-Density = float | Schedule | Mapping[str, "float | Schedule"]
+Density = float | Schedule
+
+
+def as_schedule(density: Density) -> Schedule:
+    """Return the schedule that an argument `density` stands for.
+
+    Raises:
+        ValueError: It is a number outside (0, 1].
+        TypeError: It is neither a number nor a Schedule.
+    """
+    if isinstance(density, Mapping):
+        raise TypeError(
+            f"density: expected a number or a Schedule, got the mapping {density!r}: layers that need another one get"
+            " an optimizer of their own, and small ones are sent whole by dense_below"
+        )
+    return density if isinstance(density, Schedule) else Constant(check_density(density))
+
+
+def is_rare(schedule: Schedule) -> bool:
+    """Return whether entries wait for many steps in the end, as far as is known."""
+    end = schedule.settles_at()
+    return end is None or check_density(end, schedule, "settles_at()") < RARE
+
+
+def entries_of(schedule: Schedule, length: int, step: int) -> int:
+    """Return how many of `length` values to select in a step, at least one."""
+    return min(length, max(1, round(check_density(schedule.at(step), schedule, f"at({step})") * length)))
 
 
 @contextlib.contextmanager

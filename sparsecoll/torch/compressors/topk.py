@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 
-from sparsecoll import select
 from sparsecoll.algorithms import Algorithm, Reduction, as_algorithm
 from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.base import built_in
-from sparsecoll.torch.compressors.base import Compressor, Densities, ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_row_density
+from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
+from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_row_density, as_schedule, entries_of, is_rare
 from sparsecoll.torch.compressors.versions import Versioned
 from sparsecoll.torch.tensors.layout import CPU, Array, Layout
 from sparsecoll.transport import Transport
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector
 
 
 def shorter(momentum: float) -> float:
@@ -46,24 +45,20 @@ class TopKCompressor(ErrorFeedback):
     Volume: that of the algorithm (see docs/algorithms.md). Memory: the residual, and u with momentum.
 
     Args:
-        density: k as a fraction of a bucket, in (0, 1] (default: 0.01): a number, a Schedule, or a mapping from
-            patterns of parameter names to either, with which every layer selects its own entries.
+        density: k as a fraction of a bucket, in (0, 1] or a Schedule (default: 0.01).
         algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, of which each bucket gets a copy (default:
             "auto").
         selector: the selector of `sparsecoll.select`; None, the default, for the algorithm's own selection, or exact
-            top-k if it has none. It must be None with an algorithm that sends all values and, unless `density` is a
-            mapping, with one that takes no selector.
+            top-k if it has none. It must be None with an algorithm that sends all values, and with one that takes no
+            selector.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients. Residuals keep the rounding error; rows that are sent without a residual lose it.
         momentum: factor of the momentum correction, in [0, 1) (default: 0, none). None takes the place of the momentum
-            of SparseSGD, or of the torch.optim.SGD that DistributedOptimizer wraps: of m, it makes 1 - 3 (1 - m), or 0.
+            of SparseSGD, or of the torch.optim.SGD that DistributedOptimizer wraps: of m, it makes Nesterov momentum of
+            1 - 3 (1 - m), or 0.
         nesterov: Nesterov momentum: u = momentum * (u + gradient), and u + gradient replaces the gradient (default:
             False).
-        follow_lr: whether residuals are multiplied by the learning rate of the last step and divided by that of this
-            one. Values from the residual are then applied at the learning rates of the steps in which they were
-            computed. For learning-rate schedules in DistributedOptimizer; the DDP hook and FSDP do not know the rate
-            (default: False).
         clip: norm N; the gradients of a rank are clipped to a norm of N / sqrt(P) (section 3.2). None, the default, for
             no clipping.
         clip_by: "parameter" (the default) clips each parameter by its own norm; "bucket" clips by the norm of all
@@ -71,15 +66,13 @@ class TopKCompressor(ErrorFeedback):
             sparse gradients is a bucket of its own.
         row_density: for sparse gradients, as of torch.nn.Embedding(sparse=True): the rows of largest Euclidean norm
             that each rank sends, as a fraction of the rows of the table, with error feedback, whose residual stores
-            rows only. Like `density`, a mapping has a rule for each table. None, the default, sends all rows, without a
-            residual.
+            rows only. None, the default, sends all rows, without a residual.
 
     Raises:
         ValueError: An option is out of range, or the algorithm cannot use the selector.
     """
 
     name = "topk"
-    replicated_state = frozenset({"rate"})
 
     density: Density = 0.01
     algo: str | Algorithm = "auto"
@@ -88,16 +81,15 @@ class TopKCompressor(ErrorFeedback):
     value_dtype: str | None = None
     momentum: float = 0.0
     nesterov: bool = False
-    follow_lr: bool = False
     clip: float | None = None
     clip_by: str = "parameter"
     row_density: Density | None = None
 
     def __post_init__(self) -> None:
-        densities, algorithm = Densities.of(self.density), as_algorithm(self.algo)
+        schedule, algorithm = as_schedule(self.density), as_algorithm(self.algo)
         if self.row_density is not None:
             with as_row_density():
-                Densities.of(self.row_density)
+                as_schedule(self.row_density)
         if self.selector is not None and not isinstance(self.selector, Selector):
             raise TypeError(f"selector: expected an object of sparsecoll.select or None, got {self.selector!r}")
         if self.selector is not None:
@@ -105,8 +97,7 @@ class TopKCompressor(ErrorFeedback):
                 raise ValueError(
                     f"selector: expected None with {algorithm.name}, which sends all values, got {self.selector!r}"
                 )
-            if not densities.by_layer:
-                replace(algorithm, selector=self.selector)  # raises if the algorithm takes none
+            replace(algorithm, selector=self.selector)  # raises if the algorithm takes none
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
         if self.nesterov and self.momentum == 0:
@@ -115,17 +106,14 @@ class TopKCompressor(ErrorFeedback):
             raise ValueError(f"clip: expected above 0, got {self.clip}")
         if self.clip_by not in ("parameter", "bucket"):
             raise ValueError(f"clip_by: expected 'parameter' or 'bucket', got {self.clip_by!r}")
-        self.sends_rarely = densities.rare and not algorithm.takes_dense
+        self.sends_rarely = is_rare(schedule) and not algorithm.takes_dense
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self._densities = Densities.of(self.density)
         self._algorithm = copy.deepcopy(as_algorithm(self.algo))
         if self.selector is not None:
             self._algorithm.selector = copy.deepcopy(self.selector)
         self._clears = layout.device is CPU and self._reads_acc_once()
-        if self._densities.by_layer:
-            self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
         if self.momentum is None and context.momenta is None:
             raise ValueError(
                 "momentum: expected a number in a loop that does not know the optimizer's, got None: use momentum=0.7"
@@ -151,7 +139,6 @@ class TopKCompressor(ErrorFeedback):
         return super().for_rows() | {
             "density": self.row_density,
             "value_dtype": self.value_dtype,
-            "follow_lr": self.follow_lr and self.row_density is not None,
             "clip": self.clip,
             "momentum": self.momentum or 0.0,  # of None, the optimizer's own stays
         }
@@ -166,7 +153,7 @@ class TopKCompressor(ErrorFeedback):
         if self._velocity is not None:
             self._velocity.trial = self.versions.empty()
             self._add_momentum(self._velocity.current, self._velocity.trial)
-        self._add_residual(scale)
+        self.acc.add_later(self._residual.current, scale)
         return self.acc
 
     def _momenta(self) -> list[float]:
@@ -179,25 +166,15 @@ class TopKCompressor(ErrorFeedback):
     def _add_momentum(self, velocity: Array, new: Array) -> None:
         """Add the velocity to the gradient in the pass that selects, or at once if the factors differ."""
         factors, edges = self._momenta(), self.layout.offsets
+        nesterov = self.nesterov or self.momentum is None
         if len(set(factors)) == 1:
-            self.acc.momentum_later(Momentum(velocity, factors[0], new, self.nesterov))
+            self.acc.momentum_later(Momentum(velocity, factors[0], new, nesterov))
             return
         acc = self.acc.flush().values
         for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
-            before = acc[a:b].copy() if self.nesterov else 0
+            before = acc[a:b].copy() if nesterov else 0
             new[a:b] = factor * (velocity[a:b] + before) + (acc[a:b] - before)
             acc[a:b] = new[a:b] + before
-
-    def _add_residual(self, scale: float) -> None:
-        """Form acc in the pass that selects, or at once if learning rates have changed by different factors."""
-        residual = self._residual.current
-        factors = self._rates.factors() or [1.0]
-        if len(set(factors)) == 1:
-            self.acc.add_later(residual, scale * factors[0])
-            return
-        acc, edges = self.acc.flush().values, self.layout.offsets
-        for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
-            acc[a:b] += scale * factor * residual[a:b]
 
     def _clip(self, gradient: Array, most: float) -> None:
         whole = [self.layout.device.tensor(gradient)]
@@ -208,29 +185,16 @@ class TopKCompressor(ErrorFeedback):
 
     def reset(self) -> None:
         self._algorithm.reset()
-        if self._densities.by_layer:
-            for selector in self._selectors:
-                selector.reset()
 
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.takes_dense:
             return self._whole()
         self._algorithm.sync_epoch(self._epoch)
-        self._counts = self._entries()
+        self._k = self.count()
         return self._selected(acc)
-
-    def _entries(self) -> list[int]:
-        """Return the number of entries to select in this step, or those of each layer."""
-        edges, step = self.layout.offsets, self.context.step
-        if not self._densities.by_layer:
-            return [self.count()]
-        layers = zip(self.layout.names, edges[:-1], edges[1:], strict=True)
-        return [self._densities.k(b - a, step, name) for name, a, b in layers]
 
     def _selected(self, acc: Vector) -> Vector:
         """Return what this rank sends, of as many entries as were counted."""
-        if self._densities.by_layer:
-            return self._layer_by_layer(self.acc.flush())
         self.acc.clear_selected = self._clears
         try:
             chosen = self._algorithm.select(acc, self._k, self.size)
@@ -247,23 +211,12 @@ class TopKCompressor(ErrorFeedback):
 
     def count(self) -> int:
         """k in this step."""
-        return self._densities.k(self.layout.length, self.context.step)
-
-    def _layer_by_layer(self, acc: DenseVector) -> SparseVector:
-        """Return the largest entries of each layer."""
-        values, edges, parts = acc.values, self.layout.offsets, []
-        for selector, k, a, b in zip(self._selectors, self._counts, edges[:-1], edges[1:], strict=True):
-            parts.append(selector.select(DenseVector(values[a:b]), k).shifted(a, self.layout.length))
-        return SparseVector.concatenate(parts)
-
-    @property
-    def _k(self) -> int:
-        return sum(self._counts)
+        return entries_of(as_schedule(self.density), self.layout.length, self.context.step)
 
     @property
     def compared(self) -> dict[str, Any]:
-        """What ranks compare of what this step selects: a number, or one for each layer."""
-        return {ENTRIES: ", ".join(map(str, self._counts)) if self._densities.by_layer else self._k}
+        """What ranks compare of what this step selects."""
+        return {ENTRIES: self._k}
 
     def communicate(self, transport: Transport, message: Vector) -> Reduction:
         options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "compared": self.compared}
@@ -312,11 +265,7 @@ class TopKCompressor(ErrorFeedback):
         return super().state() | own
 
     def extra_state(self) -> dict[str, Any]:
-        layers = [selector.state_dict() for selector in self._selectors] if self._densities.by_layer else []
-        return {"algorithm": self._algorithm.state_dict(), "layers": layers}
+        return {"algorithm": self._algorithm.state_dict()}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         self._algorithm.load_state_dict(state["algorithm"])
-        if self._densities.by_layer:
-            for selector, saved in zip(self._selectors, state["layers"], strict=True):
-                selector.load_state_dict(saved)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
-
-import numpy as np
-import torch
 
 from sparsecoll.torch.tensors.layout import Array, Layout
 
@@ -109,37 +106,3 @@ class Versions:
         """Retain the memory of a version, unless another version has the same."""
         if v.flat and old is not v.base and old is not v.current:
             self.recycle(old)
-
-
-class Rates(Versioned):
-    """The learning rates at which the residuals of a bucket's parameters are kept, if residuals follow them.
-
-    What waits is then applied at the rate of the step in which it came. They are those of the last step in which they
-    were above 0, and 0 before the first one.
-
-    Args:
-        names: of the parameters.
-        of: returns their learning rates in this step; None in a loop that does not know them.
-
-    Raises:
-        ValueError: `of` is None.
-    """
-
-    def __init__(self, names: Sequence[str], of: Callable[[Sequence[str]], list[float]] | None) -> None:
-        if of is None:
-            raise ValueError(
-                "follow_lr: expected False in a loop that does not know the learning rate, got True: use"
-                " DistributedOptimizer, or SparseSGD without momentum, whose residual follows the rate by itself"
-            )
-        super().__init__(np.zeros(len(names)), lambda some: [slice(i, i + 1) for i, n in enumerate(names) if n in some])
-        self._names, self._of = names, of
-
-    def factors(self) -> list[float]:
-        """Return, by parameter, the factors of the residuals in a reduction: 1 where an earlier one has applied it."""
-        pairs = list(zip(self._of(self._names), self.current.tolist(), strict=True))
-        self.trial = np.array([now or kept for now, kept in pairs])
-        return [kept / now if kept and now else 1.0 for now, kept in pairs]
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the rates after the last step by parameter name; views, not copies."""
-        return dict(zip(self._names, torch.from_numpy(self.base), strict=True))

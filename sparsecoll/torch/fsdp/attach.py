@@ -259,5 +259,3 @@ def _check_topk(topk: TopKCompressor) -> None:
     algorithm: Algorithm = algorithms.as_algorithm(topk.algo)
     if not isinstance(algorithm, EXACT):
         raise ValueError(f"algo: expected 'auto' without replicas, where sums are scattered, got {algorithm.name!r}")
-    if isinstance(topk.density, Mapping):
-        raise ValueError("density: expected a number or a Schedule without replicas, got one for each layer")

@@ -29,7 +29,7 @@ from sparsecoll.torch.replica.calls import (
     communicator,
     mean_loss,
 )
-from sparsecoll.torch.replica.guards import NO_MEAN, fingerprint, refuse_wrapped
+from sparsecoll.torch.replica.guards import NO_MEAN, fingerprint, refuse_wrapped, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica, restoring_groups
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Watch, model_of, momenta_of
@@ -49,10 +49,10 @@ class SparseSGD(torch.optim.Optimizer):
     Momentum m acts on a gradient before it enters the residual, where waiting acts like momentum, too. So each `step`
     s = 1, 2, ..., with learning rate a, P ranks, and m' = max(0, 1 - 3 (1 - m)), is
 
-        1. u = m' u + gradient;  acc = residual + u
+        1. u = m' (u + gradient);  acc = residual + gradient + u
         2. sum, contributed = sparse allreduce of acc
         3. residual = acc - contributed;  u = 0 where this rank sent an entry
-        4. w = w - b (sum / P + weight_decay / (1 - m') w),  b = a (1 - m') / (1 - m) * (1 - m^s) / (1 - m'^s)
+        4. w = w - b (sum / P + weight_decay / (1 - m') w),  b = a (1 - m') / (1 - m) * (1 - m^s) / (1 - m'^(s+1))
 
     so that a gradient moves w by a / (1 - m) in all, as in SGD, and the first steps are as long. `dampening` scales b,
     and `nesterov` changes nothing. Parameters with sparse gradients take SGD's own steps.
@@ -167,8 +167,10 @@ class SparseSGD(torch.optim.Optimizer):
             self._flat = Accumulator(self._compressor, self._replica)
             self._model, self._built = known, True
             self._introduce()
-        if self._flat.keeps_momentum and transport.rank == 0:
+        if transport.rank == 0 and self._flat.keeps_momentum:
             tell("SparseSGD", self.param_groups, self._compressor)
+        elif transport.rank == 0:
+            warn_of_momentum(self, self._compressor)
 
     @property
     def traffic(self) -> Traffic:
@@ -368,7 +370,7 @@ class SparseSGD(torch.optim.Optimizer):
         """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 
         The state_dict of a plain torch.optim.SGD is accepted, too; residuals are then empty, and rank 0 warns
-        if they were not.
+        if they were not. Without `algo`, its velocities are not used: the first steps are short again.
 
         Args:
             state_dict: a state that this rank saved.

@@ -22,7 +22,6 @@ from sparsecoll.kernels.keys import SgdRule
 from sparsecoll.select import Vector
 from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.compressors.presets import sgdtopk
-from sparsecoll.torch.compressors.schedule import Schedule
 from sparsecoll.torch.compressors.topk import TopKCompressor, shorter
 from sparsecoll.torch.reduction.accumulator import SparseSum
 from sparsecoll.torch.tensors.layout import CPU, CpuDevice, Layout, device_of, residual_dtype, rows_like
@@ -48,14 +47,12 @@ def compressor_of(
         format = preset.format if format == "auto" and value_dtype is None else format
         density = preset.density if density is None else density
     density = 0.01 if density is None else density
-    if k is None and isinstance(density, Mapping):
-        raise TypeError("density: expected a number or a Schedule with SparseSGD, got a mapping")
     chosen: dict[str, Any] = {"density": density}
     if k == 0 and not isinstance(k, bool):
         raise ValueError(f"k: expected at least 1, got {k}, with which no gradient would ever be sent")
-    if k is not None or not isinstance(density, Schedule):
-        CallOptions(k=k, density=density if k is None else None).resolve_k(1)
-        chosen = {"density": float(density)} if k is None else {"k": int(k)}
+    if k is not None:
+        CallOptions(k=k).resolve_k(1)
+        chosen = {"k": int(k)}
     formats.as_format(format)
     common = {"format": format, "value_dtype": value_dtype, "row_density": row_density}
     return SparseSum(algo=copy.deepcopy(as_algorithm(algo)), **common, **chosen, **keeps)
@@ -148,7 +145,7 @@ class Rule(SgdRule):
         """
         inside = shorter(self.momentum)
         rate = self.lr * self.damp * (1 - inside) / (1 - self.momentum)
-        rate *= (1 - self.momentum**steps) / (1 - inside**steps)
+        rate *= (1 - self.momentum**steps) / (1 - inside ** (steps + 1))
         return Rule(rate, self.share, self.decay / (1 - inside), 0.0, 1.0, False)
 
     def in_units_of_lr(self) -> Rule:
@@ -197,8 +194,9 @@ def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: TopKCompress
     if momentum:
         inside = shorter(momentum)
         logger.warning(
-            "%s: momentum=%.3g before the compression, at %.3g times the learning rate, stands for SGD's momentum=%.3g,"
-            " since what waits to be sent acts like momentum, too. Each rank sends density=%s, algo=%r, format=%r",
+            "%s: Nesterov momentum=%.3g before the compression, at %.3g times the learning rate, stands for SGD's"
+            " momentum=%.3g, since what waits to be sent acts like momentum, too. Each rank sends density=%s, algo=%r,"
+            " format=%r",
             who,
             inside,
             (1 - inside) / (1 - momentum),

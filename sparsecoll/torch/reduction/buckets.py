@@ -201,8 +201,8 @@ class Buckets:
     def _restore_base(self, names: Collection[str] | None) -> None:
         """Let the state of the last step be in the buckets that were made since; a rollback of theirs returns to it."""
         base = self._base
-        if names is not None:  # gone on this rank alone, perhaps: what ranks share stays, but for rates of residuals
-            kinds = base.keys() - (self._compressor.replicated_state - {"rate"})
+        if names is not None:  # gone on this rank alone, perhaps: what ranks share stays
+            kinds = base.keys() - self._compressor.replicated_state
             base = {kind: {name: t for name, t in base[kind].items() if name in names} for kind in kinds}
         self._parked = restore([compressor for _, compressor in self], joined(self._parked, base))
 

@@ -29,7 +29,7 @@ from sparsecoll.torch.reduction.steps import State
 from sparsecoll.torch.replica.calls import NOTHING, Options, agreeing, mean_of_loss
 from sparsecoll.torch.replica.guards import NO_MEAN, refuse_ddp, warn_of_adam, warn_of_clipping, warn_of_momentum
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
-from sparsecoll.torch.tensors.model import Named, Watch, momenta_of, options_of, rates_of
+from sparsecoll.torch.tensors.model import Named, Watch, momenta_of, options_of
 from sparsecoll.torch.tensors.private import at_end_of_backward
 from sparsecoll.transport import Transport
 
@@ -62,7 +62,6 @@ class Engine(Owner):
         self.params = self.replica.params
         self.members = Members(optimizer, self.params, None if model is None else model.named_parameters)
         self.replica.changed = self.members.changed
-        self.replica.context.rates = partial(rates_of, optimizer, self.params)
         self.replica.context.momenta = partial(momenta_of, optimizer, self.params)
         self.replica.shared_options = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks

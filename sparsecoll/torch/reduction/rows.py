@@ -19,8 +19,8 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import Compressor, StepContext
-from sparsecoll.torch.compressors.base import Densities, ErrorFeedback, overflowed
-from sparsecoll.torch.compressors.schedule import Density, as_row_density
+from sparsecoll.torch.compressors.base import ErrorFeedback, overflowed
+from sparsecoll.torch.compressors.schedule import Density, as_row_density, as_schedule, entries_of
 from sparsecoll.torch.compressors.versions import ALL, Versioned, Versions
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.replica.guards import warn_of_momentum_of_rows
@@ -135,7 +135,6 @@ class RowSum(ErrorFeedback):
         local: whether nothing is sent, as by the compressor "free".
         density: rows that each rank sends, as a fraction of those of the table; None, the default, for all that it has.
         value_dtype: dtype of the values on the wire; None, the default, for their own.
-        follow_lr: whether the residual follows the learning rate, see `TopKCompressor` (default: False).
         clip: norm N; a rank's gradient is clipped to a norm of N / sqrt(P). None, the default, for no clipping.
         momentum: that of dense gradients, which rows do not get: rank 0 warns of it (default: 0).
     """
@@ -146,7 +145,6 @@ class RowSum(ErrorFeedback):
     local: bool = False
     density: Density | None = None
     value_dtype: str | None = None
-    follow_lr: bool = False
     clip: float | None = None
     momentum: float = 0.0
 
@@ -161,7 +159,6 @@ class RowSum(ErrorFeedback):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self._densities = None if self.density is None else Densities.of(self.density)
         self._acc: Any = None  # in a reduction that leaves a part of it
         self._compared: dict[str, int] = {}  # values that ranks compare in a call
         if self.momentum and transport.rank == 0:
@@ -179,8 +176,7 @@ class RowSum(ErrorFeedback):
 
     def compensate(self, gradient: Any, *_: Any) -> Any:
         """Return acc, the rows of a gradient plus the residual."""
-        (factor,) = self._rates.factors() or [1.0]
-        return accumulated(self.residual, factor, gradient if self.clip is None else self._clipped(gradient))  # type: ignore[arg-type]
+        return accumulated(self.residual, 1.0, gradient if self.clip is None else self._clipped(gradient))  # type: ignore[arg-type]
 
     def _clipped(self, gradient: RowSparse) -> RowSparse:
         assert self.clip is not None
@@ -193,10 +189,10 @@ class RowSum(ErrorFeedback):
             return acc
         if self.finite and acc.first_not_finite() is not None:
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
-        if self._densities is None:
+        if self.density is None:
             return _overflowed(acc.divide(self.size)) if self._sends_parts else acc
         with as_row_density():
-            self._acc, self._compared = acc, {ROWS: self._densities.k(acc.n, self.context.step, name)}
+            self._acc, self._compared = acc, {ROWS: entries_of(as_schedule(self.density), acc.n, self.context.step)}
         return acc.topk(self._compared[ROWS])
 
     def communicate(self, transport: Transport, message: Any) -> Reduction:
@@ -246,13 +242,11 @@ class RowSum(ErrorFeedback):
         (name,), (shape,), kept = self.layout.names, self.layout.shapes, self._residual.base
         rows, values = torch.from_numpy(kept.rows)[None], torch.from_numpy(kept.values).reshape(-1, *shape[1:])
         made = torch.sparse_coo_tensor(rows, values, shape, device="cpu", is_coalesced=True, check_invariants=False)
-        rates = {"rate": self._rates.state()} if self.follow_lr else {}
-        return {"residual": {name: made}, **rates}
+        return {"residual": {name: made}}
 
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for t in saved.get("residual", {}).values():
             self._residual.base = self._residual.current = rows_of(t, self.layout.dtype)
-        super().load_state({"rate": saved.get("rate", {})})
 
 
 def _overflowed(rows: RowSparse) -> RowSparse:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from sparsecoll.torch.replica.calls import MEMBERS, Options, Round
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.replica.replica import Members, Replica, barrier, changes, check_added
 from sparsecoll.torch.tensors.layout import takes_part
-from sparsecoll.torch.tensors.model import Buffers, Named, rates_of
+from sparsecoll.torch.tensors.model import Buffers, Named
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future
@@ -61,7 +60,6 @@ class Window(Owner):
         self.replica = Replica(transport, None, options)
         self.replica.buffers, self.replica.changed = Buffers(model), self.members.changed
         self._shared = self.replica.params
-        self.replica.context.rates = partial(rates_of, outer, self._shared)
         self._buckets = Buckets(compressor, self.replica)
         self.use(transport)
 

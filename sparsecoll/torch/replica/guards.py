@@ -103,7 +103,7 @@ def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> No
 
 
 def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, tables: Collection[int] = ()) -> None:
-    """Warn if the compressor has a momentum and the optimizer has one, too.
+    """Warn if a momentum acts twice: the compressor has one, too, or entries wait in its residual for many steps.
 
     Args:
         optimizer: whose attribute `momentum_of` says to which option of whom its momentum belongs, if it has one.
@@ -127,6 +127,16 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
             1 / (1 - others[0]) if others[0] < 1 else math.inf,
             option,
             whose,
+        )
+    elif others and own == 0 and compressor.sends_rarely and not hasattr(optimizer, "momentum_of"):
+        logger.warning(
+            "%s with momentum=%s in %s: entries that wait to be sent add up, which acts like momentum, too, so that"
+            " models learn worse. Give no compressor or algo, and the default lets momentum act before, or"
+            " momentum=None in the compressor; with DDP's hook and FSDP, use 'nesterovtopk' and SGD without momentum at"
+            " three times its learning rate",
+            compressor.name,
+            others[0],
+            type(optimizer).__name__,
         )
 
 

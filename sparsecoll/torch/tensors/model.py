@@ -241,12 +241,6 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     }
 
 
-def rates_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[str]) -> list[float]:
-    """Return the learning rates of named parameters, 1 where the optimizer has none."""
-    rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
-    return [rates.get(id(params[name]), 1.0) for name in names]
-
-
 def momenta_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[str]) -> list[float]:
     """Return the momenta of named parameters, with Adam's first beta for one, and 0 where the optimizer has none."""
     momenta = {

@@ -250,32 +250,3 @@ def emit_block(context: Any, bits: Any, start: Any, base: Any, out_i: Any, out_v
         return count
 
     return types.int64(bits, types.int64, types.uint64, out_i, out_v, types.int64), generate
-
-
-@intrinsic
-def stream_block(context: Any, bits: Any, start: Any, out: Any, at: Any) -> Any:
-    """Move BLOCK items from `start` on to `out` from `at` on, past the caches, and set them to zero.
-
-    `out` begins at a multiple of ALIGNMENT, and `at` is one of BLOCK.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = data_of(context, builder, bits, arguments[0]), data_of(context, builder, out, arguments[2])
-        for here, there in zip(_starts(builder, arguments[1]), _starts(builder, arguments[3]), strict=True):
-            values = load(builder, source, here, LANES)
-            store(builder, values, target, there, stream=True)
-            store(builder, ir.Constant(values.type, None), source, here)
-        return context.get_dummy_value()
-
-    return types.none(bits, types.int64, out, types.int64), generate
-
-
-@intrinsic
-def end_stream(context: Any) -> Any:
-    """Let other threads see what was written past the caches before they see what is written from now on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        call(builder, "llvm.x86.sse.sfence", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.none(), generate

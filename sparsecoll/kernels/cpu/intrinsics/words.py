@@ -29,13 +29,10 @@ def load(builder: Any, data: Any, offset: Any, lanes: int) -> Any:
     return loaded
 
 
-def store(builder: Any, value: Any, data: Any, offset: Any, stream: bool = False) -> None:
-    """Write a vector; with `stream` past the caches, to an address that is a multiple of its size."""
+def store(builder: Any, value: Any, data: Any, offset: Any) -> None:
+    """Write a vector; any alignment."""
     stored = builder.store(value, builder.bitcast(builder.gep(data, [offset]), value.type.as_pointer()))
     stored.align = 1
-    if stream:
-        stored.align = value.type.count * value.type.element.width // 8
-        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
 
 def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
