@@ -160,18 +160,21 @@ class Plan(Generic[R]):
         raise TypeError("Plan cannot be pickled or copied: call allreduce_init again")
 
     def _result(self, x: Any) -> R:
+        with CollectiveCall(self._transport, NAME, self._options.timeout) as call:
+            return self._perform(call, x)
+
+    def _perform(self, call: CollectiveCall, x: Any) -> R:
         transport, options, algorithm = self._transport, self._options, self._algorithm
-        with CollectiveCall(transport, NAME, options.timeout) as call:
-            call.signature = self._arguments.signature
-            vector, back = _to_vector(x)
-            kind = _kind_of(x, vector)
-            if kind != self._kind:
-                raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
-            for one in (self._selecting, algorithm):
-                one.sync_epoch(transport.epoch)
-            entries = contribution(vector, self._selecting, self._arguments.k, self._channel, options)
-            call.state = algorithm.replicated_state()
-            call.agree(check=options.check, checksum=self._arguments.checksum)
-            value = run(algorithm, self._channel, entries, self._size).value
-            call.leaves(algorithm.replicated_state())
-            return returned(algorithm, value, x, vector, back, transport, options)  # type: ignore[no-any-return]
+        call.signature = self._arguments.signature
+        vector, back = _to_vector(x)
+        kind = _kind_of(x, vector)
+        if kind != self._kind:
+            raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
+        for one in (self._selecting, algorithm):
+            one.sync_epoch(transport.epoch)
+        entries = contribution(vector, self._selecting, self._arguments.k, self._channel, options)
+        call.state = algorithm.replicated_state()
+        call.agree(check=options.check, checksum=self._arguments.checksum)
+        value = run(algorithm, self._channel, entries, self._size).value
+        call.leaves(algorithm.replicated_state())
+        return returned(algorithm, value, x, vector, back, transport, options)  # type: ignore[no-any-return]

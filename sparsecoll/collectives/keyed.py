@@ -13,16 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecoll.collectives.convert import words
 from sparsecoll.collectives.convert.mappings import EXACT, ToMapping, from_mapping
 from sparsecoll.collectives.convert.words import Text, table_of, unpacked
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
-from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, dtype_of
+from sparsecoll.vector import VALUE_DTYPES, SparseVector, dtype_of
 from sparsecoll.vector.values import common_dtype
 
 if TYPE_CHECKING:
@@ -43,17 +41,15 @@ def to_vector(
     x: Any,
     options: CallOptions,
     at_once: dict[str, Any] | None = None,
-    root: int | None = None,
-) -> tuple[Any, ToMapping, bool]:
+) -> tuple[SparseVector, ToMapping, bool]:
     """Return a type with keys as a vector, of the same length, dtype and keys on all ranks; collective.
 
     Args:
         at_once: the arguments of a sum of this collective alone, by name, which ranks compare; None, the default, if
             few keys are not sent at once.
-        root: the rank that alone receives the result; None, the default, for all ranks.
 
     Returns:
-        (vector, Back of results, whether the vector is already the result, which only the root has if one is given).
+        (vector, Back of results, whether the vector is already the result).
     """
     message = None
     own, back = from_mapping(x)
@@ -67,10 +63,7 @@ def to_vector(
     blocks, call.gathered = call.gathered, []
     if message is not None and all(block.size for block in blocks):
         options.check_operation(own)
-        receives = root in (None, call.transport.rank)
-        return *(_combined(call, own, back, options, blocks) if receives else (None, back)), True
-    if root is not None and total and back.keys != KEYS[0]:
-        return *_words_at(root, call, own, back, options), True
+        return *_combined(call, own, back, options, blocks), True
     vector, back = _with_common_keys(call, own, back, total, options.check)
     del call.signature["keyed"]
     return vector, back, False
@@ -162,15 +155,16 @@ def _combined(
     arrays, keys = zip(*map(_parts, blocks), strict=True)
     typed = [array.astype(x.dtype, copy=False) for array in arrays]
     values = [options.operation.prepared(array, rank == last) for rank, array in enumerate(typed)]
-    if back.keys != KEYS[0]:
-        texts = [unpacked(own) if array.size else Text.of([]) for own, array in zip(keys, values, strict=True)]
-        parts, back = _united(texts, values, back)
-    else:
+    if back.keys == KEYS[0]:
         indices = [np.frombuffer(own.tobytes(), np.int64) for own in keys]
         length = max(int(own[-1]) + 1 if own.size else 0 for own in indices)
-        each = zip(indices, values, strict=True)
-        dtype = index_dtype(length)
-        parts = [SparseVector.from_sorted_unchecked(own.astype(dtype), array, length) for own, array in each]
+    else:
+        texts = [unpacked(own) if array.size else Text.of([]) for own, array in zip(keys, values, strict=True)]
+        every = Text.concatenate(texts)
+        numbers, first = every.numbers()
+        indices, length = np.split(numbers, np.cumsum([len(text) for text in texts])[:-1]), int(first.size)
+        back = replace(back, words=every.take(first).keys(back.keys))
+    parts = [SparseVector.from_pairs(own, array, length, None) for own, array in zip(indices, values, strict=True)]
     return channel.merge(parts), back
 
 
@@ -183,45 +177,3 @@ def _parts(block: Buffer) -> tuple[Any, Buffer]:
     if end > block.size:
         raise CommunicationError(f"message: {block.size} bytes do not hold {nnz} values of {dtype}")
     return np.frombuffer(block[HEAD:end].tobytes(), dtype), block[end:]
-
-
-# Words on the root alone
-
-
-def _words_at(
-    root: int, call: CollectiveCall, x: SparseVector, back: ToMapping, options: CallOptions
-) -> tuple[SparseVector | None, ToMapping]:
-    """Return the entries of all ranks combined, and their Back, on the root; None on others.
-
-    Each rank sends the root its own words, in the order of its indices, and their values.
-    """
-    transport = call.transport
-    x, _ = options.to_entries(x, sums=True)
-    call.signature |= options.signature(x, transport) | {"length": None, "k": None}
-    call.agree(check=options.check)
-    channel = options.channel(transport, x)
-    x = channel.roundtrip(options.prepared(x, transport))
-    own = Text.of(back.words if x.nnz == x.length else [back.words[index] for index in x.indices.tolist()])
-    with channel.phase("keys"):
-        if channel.rank != root:
-            transport.isend(root, own.packed())
-            channel.isend_dense(root, DenseVector(x.values))
-            transport.waitall()
-            return None, back
-        texts, values = [], []
-        for rank in range(channel.size):
-            texts.append(own if rank == root else unpacked(transport.recv(rank)))
-            arrived = x if rank == root else channel.recv_dense(rank, x.dtype, len(texts[rank]))
-            values.append(arrived.values)
-    with channel.phase("merge"):
-        parts, back = _united(texts, values, back)
-        return channel.merge(parts), back
-
-
-def _united(texts: list[Text], values: list[NDArray[Any]], back: ToMapping) -> tuple[list[SparseVector], ToMapping]:
-    """Return the entries of several ranks in one numbering of their words, and the Back of such vectors."""
-    every = Text.concatenate(texts)
-    numbers, first = every.numbers()
-    each = zip(np.split(numbers, np.cumsum([len(text) for text in texts])[:-1]), values, strict=True)
-    parts = [SparseVector.from_pairs(own_numbers, own_values, first.size, None) for own_numbers, own_values in each]
-    return parts, replace(back, words=every.take(first).keys(back.keys))

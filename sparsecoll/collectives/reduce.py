@@ -39,8 +39,7 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
 
     Volume: each rank receives 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are
     distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum, in P - 1 messages.
-    Each rank sends keys that are strings to the root, with their values; few keys go to all ranks, as in
-    `sparsecoll.allreduce`.
+    Keys that are strings go to all ranks, as in `sparsecoll.allreduce`.
 
     See Also:
         `sparsecoll.allreduce`, `sparsecoll.reduce_scatter`.
@@ -57,9 +56,9 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
         call.signature["root"] = at = check_root(root, call.transport)
         converted = None
         if convert.has_keys(x):
-            vector, keys, combined = keyed.to_vector(call, x, given, at_once={}, root=at)
+            vector, keys, combined = keyed.to_vector(call, x, given, at_once={})
             if combined:
-                return None if vector is None else keys(given.result(vector, call.transport))
+                return keys(given.result(vector, call.transport)) if call.transport.rank == at else None
             converted = vector, keys
         channel, entries, back = given.agree(call, x, sums=True, converted=converted)
         n, P = entries.length, channel.size

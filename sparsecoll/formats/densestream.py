@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, holds_zeros, wire_dtype
 from sparsecoll.formats.packed import PackedFormat
-from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.memory import asarray_like, empty
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
@@ -79,7 +79,7 @@ class DenseStreamFormat(Format):
             buffer[HEADER.size : START].view(np.uint64)[0] = starts.size
             dense = buffer[START:middle].view(wire.stored)
             packed = wire.pack(x.values)
-            kernels_of(packed).block_write(x.indices, packed, gap, dense)
+            kernels_of_values(packed).block_write(x.indices, packed, gap, dense)
             ends = buffer[middle:].reshape(2, starts.size, width)
             for row, numbers in enumerate((starts, lengths)):
                 ends[row] = numbers.view(np.uint8).reshape(-1, 8)[:, :width]

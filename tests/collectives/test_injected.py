@@ -22,7 +22,7 @@ ROOMS = ("collectives", "algorithms", "select", "formats", "vector")
 BINDING = {  # what comes before the call begins, with the public functions themselves
     "blocking", "blocking.<locals>.make", "nonblocking.<locals>.start",
     "nonblocking.<locals>.start.<locals>.<lambda>", "Plan.__call__",
-    "Plan.__call__.<locals>.<lambda>", "CallOptions.moving",
+    "Plan.__call__.<locals>.<lambda>", "Plan._result", "CallOptions.moving",
 }  # fmt: skip
 
 

@@ -89,17 +89,20 @@ def test_rice_parameter_that_would_overflow_64_bits_is_refused():
 
 @FEW
 @given(positions(largest=2**20), st.integers(0, 6))
-def test_blocks_come_back(indices, gap):
-    heads = reference.block_heads(indices, gap)
-    ends = np.append(heads[1:], indices.size) - 1
-    starts, lengths = indices[heads].astype(np.uint64), (indices[ends] - indices[heads]).astype(np.uint64) + 1
-    assert (np.diff(indices)[np.setdiff1d(np.arange(indices.size), heads)[:] - 1] <= gap + 1).all()
+def test_blocks_are_those_of_the_reference_and_come_back(indices, gap):
+    heads = [kernels.block_heads(indices, gap) for kernels in BOTH]
+    assert heads[0].tolist() == heads[1].tolist()
+    ends = np.append(heads[0][1:], indices.size) - 1
+    starts, lengths = indices[heads[0]].astype(np.uint64), (indices[ends] - indices[heads[0]]).astype(np.uint64) + 1
+    assert (np.diff(indices)[np.setdiff1d(np.arange(indices.size), heads[0])[:] - 1] <= gap + 1).all()
     values = np.random.default_rng(0).integers(1, 2**32, indices.size).astype(np.uint32)
-    row = np.full(int(lengths.sum()), 9, np.uint32)
-    reference.block_write(indices, values, gap, row)
-    held = np.flatnonzero(row)
-    assert row[held].tolist() == values.tolist()
-    assert reference.block_indices(starts, lengths, held.astype(np.uint32)).tolist() == indices.tolist()
+    rows = [np.full(int(lengths.sum()), 9, np.uint32) for _ in BOTH]
+    for kernels, row in zip(BOTH, rows, strict=True):
+        kernels.block_write(indices, values, gap, row)
+        held = np.flatnonzero(row)
+        assert row[held].tolist() == values.tolist()
+        assert kernels.block_indices(starts, lengths, held.astype(np.uint32)).tolist() == indices.tolist()
+    assert rows[0].tolist() == rows[1].tolist()
 
 
 @FEW
@@ -117,27 +120,27 @@ def test_bitmaps_are_those_of_the_reference_and_come_back(indices):
 
 @FEW
 @given(positions(), st.integers(1, 5000), st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3))
-def test_hashed_slots_hold_the_last_entry_of_each(indices, slots, multipliers):
-    found = reference.hash_slots(indices, slots, tuple(multipliers))
-    a, b, c = multipliers
-    for index, slot in zip(indices[:9].tolist(), found.tolist(), strict=False):
-        mixed = (a * (index % 2**32) + b * (index >> 32) + c) % 2**64
-        assert slot == (mixed >> 32) * slots >> 32 < slots
-    row = np.full(slots, 3, np.int64)
-    reference.slots_write(found, row)
-    expected = {slot: entry for entry, slot in enumerate(found.tolist())}
-    assert {slot: entry for slot, entry in enumerate(row.tolist()) if entry >= 0} == expected
+def test_hashed_slots_are_those_of_the_reference(indices, slots, multipliers):
+    found = [kernels.hash_slots(indices, slots, tuple(multipliers)) for kernels in BOTH]
+    assert found[0].tolist() == found[1].tolist()
+    assert found[0].min() >= 0 and found[0].max() < slots
+    rows = [np.full(slots, 3, np.int64) for _ in BOTH]
+    for kernels, out in zip(BOTH, rows, strict=True):
+        kernels.slots_write(found[0], out)
+    assert rows[0].tolist() == rows[1].tolist()
+    expected = {slot: entry for entry, slot in enumerate(found[0].tolist())}
+    assert {slot: entry for slot, entry in enumerate(rows[0].tolist()) if entry >= 0} == expected
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64"])
 def test_marked_entries_are_counted_and_the_others_added(dtype):
     rng = np.random.default_rng(0)
     indices = rng.integers(0, 130, 500).astype(np.uint32)  # 100 and more: marks
-    values, sums, expected = rng.integers(-9, 9, 500).astype(dtype), np.zeros(100, dtype), np.zeros(130, dtype)
-    for index, value in zip(indices, values, strict=True):
-        expected[index] += value
-    assert reference.scatter_add_marked(sums, indices, values) == (indices >= 100).sum()
-    assert sums.tobytes() == expected[:100].tobytes()
+    values = rng.integers(-9, 9, 500).astype(dtype)
+    sums = [np.zeros(100, dtype) for _ in BOTH]
+    marks = [kernels.scatter_add_marked(dense, indices, values) for kernels, dense in zip(BOTH, sums, strict=True)]
+    assert marks[0] == marks[1] == (indices >= 100).sum()
+    assert sums[0].tobytes() == sums[1].tobytes()
 
 
 def test_narrow_floats_are_rounded_as_by_the_reference():

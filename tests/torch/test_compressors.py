@@ -173,6 +173,7 @@ def test_the_mean_of_ones_is_one(name):
         (lambda: QSGD(bucket=1), "bucket"),
         (lambda: PowerSGD(0), "rank"),
         (lambda: COVAP(0), "interval"),
+        (lambda: COVAP(backward_seconds=0), "backward_seconds"),
         (lambda: COVAP(start=2), "start"),
         (lambda: FP16("float32"), "value_dtype"),
         (lambda: RandomKCompressor(2), "density"),

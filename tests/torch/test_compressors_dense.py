@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from one_bucket import normal, one, step  # noqa: E402
 
-from sparsecoll import simulate  # noqa: E402
+from sparsecoll import Network, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     ACPSGD,
@@ -119,9 +119,10 @@ def low_rank():
     return g, sum(g) / 3
 
 
-def test_low_rank_gradients_are_exact_from_the_second_step():
+@pytest.mark.parametrize("compressor", [PowerSGD(2), ACPSGD(2, feedback=False)], ids=["powersgd", "acpsgd"])
+def test_low_rank_gradients_are_exact_from_the_second_step(compressor):
     g, mean = low_rank()
-    results, _ = one(PowerSGD(2), g, steps=6)[0]
+    results, _ = one(compressor, g, steps=6)[0]
     np.testing.assert_allclose(results[-1].reshape(40, 30), mean, rtol=1e-6, atol=1e-8)
 
 
@@ -199,6 +200,21 @@ def test_covap_sends_each_tensor_once_in_i_steps():
         times = [step for step, row in enumerate(sent) if row[tensor].all()]
         assert len(times) == 1
         np.testing.assert_array_equal(sent[times[0]][tensor], times[0] + 1)  # with all that had waited
+
+
+@pytest.mark.parametrize(("backward", "interval"), [(1.0, 2), (10.0, 1), (0.11, 14), (0.01, 16)])
+def test_covap_chooses_i_by_the_ratio_of_communication_to_back_propagation(backward, interval, caplog):
+    """4 ranks: 2 * 3 (alpha + beta * 4 bytes * 100 values / 4) = 1.5 s."""
+    network = Network(0.05, 0.2 / 100)
+    layout = Layout(0, (100,), ("p",), ((100,),), np.dtype(np.float32))
+
+    def program(comm):
+        own = COVAP(backward_seconds=backward, network=network)
+        own.bind(layout, comm.transport, StepContext())
+        return own._interval
+
+    assert set(simulate(4, program).results) == {interval}
+    assert ("150.0 times as long" in caplog.text) == (backward == 0.01)
 
 
 def test_covap_coefficient_ascends_to_one():

@@ -130,7 +130,7 @@ def test_a_state_inside_auto_is_compared():
         x, algo = case("random", comm.rank, 3), sparsecoll.Auto(want="top_k_of_sum")
         sparsecoll.allreduce(comm, x, algo, k=K)
         if comm.rank == 1:
-            sparsecoll.allreduce(LocalTransport(), x, algo._algorithm("oktopk"), k=K)
+            sparsecoll.allreduce(LocalTransport(), x, algo._oktopk, k=K)
         with pytest.raises(CommunicationError, match="got 0 on ranks 0, 2, 1 on rank 1; use one object"):
             sparsecoll.allreduce(comm, x, algo, k=K)
 

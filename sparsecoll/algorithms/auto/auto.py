@@ -25,7 +25,7 @@ from sparsecoll.vector import SparseVector
 SEMANTICS = ("exact_sum", "top_k_of_sum")
 BITS = 5  # of a number of entries, by which choices are made, so that few are predicted
 
-ALLGATHER = Allgather()  # without state in calls that are sent early
+ALLGATHER = Allgather()
 
 
 @dataclass
@@ -64,7 +64,6 @@ class Auto(Algorithm):
     want: str = "exact_sum"
     network: Network | None = None
     _oktopk: OkTopk | None = field(default=None, init=False, repr=False)
-    _exact: dict[str, Algorithm] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,13 +94,14 @@ class Auto(Algorithm):
     def persistent(self, channel: Channel, x: Vector, k: int, early: bool) -> tuple[Algorithm, Channel]:
         if self.want != "exact_sum":
             return self, channel
-        return self._algorithm("allgather" if early else self._chosen(channel, x, k)), self._with_format(channel)
+        return CHOICES["allgather" if early else self._chosen(channel, x, k)](), self._with_format(channel)
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         if channel.gathered and all(map(len, channel.gathered)):
             return ALLGATHER(channel, x, k)
         chosen = self._chosen(channel, x, k)
-        reduction = self._algorithm(chosen)(self._with_format(channel), x, k)
+        algorithm = self._oktopk if chosen == "oktopk" and self._oktopk is not None else CHOICES[chosen]()
+        reduction = algorithm(self._with_format(channel), x, k)
         if chosen == "oktopk" or self.want == "exact_sum":
             return reduction
         top = check_order(reduction.value.to_sparse()).topk(k)
@@ -119,10 +119,3 @@ class Auto(Algorithm):
         if channel.format is not FORMATS["auto"]:
             return channel
         return channel.with_format(choosing((self.network or channel.transport.network).beta))
-
-    def _algorithm(self, name: str) -> Algorithm:
-        if name == "oktopk" and self._oktopk is not None:
-            return self._oktopk
-        if name not in self._exact:
-            self._exact[name] = CHOICES[name]()
-        return self._exact[name]

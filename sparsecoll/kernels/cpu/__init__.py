@@ -16,11 +16,7 @@ from sparsecoll.kernels.cpu.sums import *
 from sparsecoll.kernels.cpu.words import *
 from sparsecoll.kernels.reference.codecs import (
     block_heads as block_heads,
-    block_indices as block_indices,
-    block_write as block_write,
     from_bfloat16 as from_bfloat16,
-    hash_slots as hash_slots,
-    scatter_add_marked as scatter_add_marked,
     slots_write as slots_write,
 )
 from sparsecoll.kernels.reference.folds import *

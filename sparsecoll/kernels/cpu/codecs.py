@@ -1,4 +1,4 @@
-"""Kernels of the wire formats: bitmaps and narrow floats."""
+"""Kernels of the wire formats: blocks of neighbouring indices, bitmaps, hashed slots, narrow floats."""
 
 from __future__ import annotations
 
@@ -12,6 +12,28 @@ from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty, filled, readonly
 
 INFINITY, LARGEST_HALF = np.float32(np.inf), np.float32(65504)
+
+
+@jit
+def _block_write(indices, values, gap, out):  # type: ignore[no-untyped-def]
+    offset = 0
+    for i in range(indices.size):
+        if i > 0:
+            step = np.int64(indices[i] - indices[i - 1])
+            offset += step if step <= gap + 1 else 1
+        out[offset] = values[i]
+
+
+@jit
+def _block_indices(starts, lengths, positions, out):  # type: ignore[no-untyped-def]
+    block, begin = 0, 0
+    end = np.int64(lengths[0]) if lengths.size else 0
+    for i in range(positions.size):
+        position = np.int64(positions[i])
+        while position >= end:
+            block += 1
+            begin, end = end, end + np.int64(lengths[block])
+        out[i] = starts[block] + np.uint64(position - begin)
 
 
 @jit
@@ -34,6 +56,26 @@ def _bitmap_read(words, first, out):  # type: ignore[no-untyped-def]
             word &= word - np.uint64(1)
             count += 1
     return count
+
+
+@jit
+def _hash_slots(indices, slots, a, b, c, out):  # type: ignore[no-untyped-def]
+    half = np.uint64(32)
+    for i in range(indices.size):
+        wide = np.uint64(indices[i])
+        mixed = a * (wide & np.uint64(0xFFFFFFFF)) + b * (wide >> half) + c
+        out[i] = ((mixed >> half) * slots) >> half
+
+
+@jit
+def _scatter_add_marked(dense, indices, values):  # type: ignore[no-untyped-def]
+    marked = 0
+    for i in range(indices.size):
+        if indices[i] < dense.size:
+            dense[np.int64(indices[i])] += dense.dtype.type(values[i])
+        else:
+            marked += 1
+    return marked
 
 
 @jit
@@ -62,6 +104,16 @@ def _from_float16(stored, out):  # type: ignore[no-untyped-def]
         out[i] = widened(stored[i])
 
 
+def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
+    out[:] = 0
+    bits = np.dtype(f"u{out.dtype.itemsize}")
+    _block_write(indices, values.view(bits), gap, out.view(bits))
+
+
+def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
+    return filled(positions.size, np.uint64, _block_indices, starts, lengths, positions)
+
+
 def bitmap_write(indices: Array, first: int, out: Array) -> None:
     out[:] = 0
     _bitmap_write(indices, np.uint64(first), out)
@@ -70,6 +122,17 @@ def bitmap_write(indices: Array, first: int, out: Array) -> None:
 def bitmap_read(words: Array, first: int, count: int, dtype: Any) -> Array | None:
     out = empty(count, dtype)
     return out if _bitmap_read(words, np.uint64(first), out) == count else None
+
+
+def hash_slots(indices: Array, slots: int, multipliers: tuple[int, int, int]) -> Array:
+    numbers = (np.uint64(number) for number in (slots, *multipliers))
+    return filled(indices.size, np.int64, _hash_slots, indices, *numbers)
+
+
+def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
+    if np.float16 in (dense.dtype, values.dtype):
+        return reference.scatter_add_marked(dense, indices, values)
+    return int(_scatter_add_marked(dense, indices, values))
 
 
 def to_bfloat16(values: Array) -> Array:

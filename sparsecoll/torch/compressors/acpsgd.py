@@ -29,9 +29,19 @@ class ACPSGD(LowRank):
     Args:
         rank: rank r of the factors (default: 4).
         seed: seed of the first factors, the same on all ranks (default: 0).
+        feedback: whether to add E, the error feedback (default: True); False is the paper's ablation.
+        reuse: whether to start from the factors of the last step (default: True) or from new random ones (the paper's
+            ablation).
     """
 
     name = "acpsgd"
+
+    feedback: bool = True
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.keeps_gradient = self.feedback
 
     @property
     def _odd(self) -> bool:
@@ -41,7 +51,13 @@ class ACPSGD(LowRank):
     def compress(self, acc: DenseVector) -> DenseVector:
         values = acc.values
         matrices = self._matrices(values)
-        fixed = [orthogonalized(f) for f in (self.q if self._odd else self.p)]
+        fixed = self.q if self._odd else self.p
+        if not self.reuse:
+            generator = torch.Generator().manual_seed(
+                (self.seed + self.context.step + 1) * 1_000_003 + self.layout.index
+            )
+            fixed = [self._random(tuple(f.shape), generator) for f in fixed]
+        fixed = [orthogonalized(f) for f in fixed]
         own = [(M if self._odd else M.T) @ f for M, f in zip(matrices, fixed, strict=True)]
         self._fixed, self._own = fixed, own
         return self.finite((self._P if self._odd else self._Q).join(own + self._rest(values)), acc)
@@ -55,9 +71,10 @@ class ACPSGD(LowRank):
 
     @torch.no_grad()
     def update(self, out: Array, message: Any, reduced: list[torch.Tensor]) -> None:
-        for M, own, fixed in zip(self._matrices(self.acc.values), self._own, self._fixed, strict=True):
-            left, right = (own, fixed) if self._odd else (fixed, own)
-            M.addmm_(left, right.T, alpha=-1)
+        if self.feedback:
+            for M, own, fixed in zip(self._matrices(self.acc.values), self._own, self._fixed, strict=True):
+                left, right = (own, fixed) if self._odd else (fixed, own)
+                M.addmm_(left, right.T, alpha=-1)
         self._write_rest(out, reduced)
         for M, p, q in zip(self._matrices(out), self.p, self.q, strict=True):
             torch.mm(p, q.T, out=M)

@@ -90,8 +90,9 @@ class LowRank(ErrorFeedback):
         """Write the means of the parameters that are sent densely, and clear their residuals."""
         for view, mean in zip(self._rest(out), means, strict=True):
             view.copy_(mean)
-        for kept in self._rest(self.acc.values):
-            kept.zero_()
+        if self.keeps_gradient:
+            for kept in self._rest(self.acc.values):
+                kept.zero_()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         names = [self.layout.names[index] for index, *_ in self._low]
