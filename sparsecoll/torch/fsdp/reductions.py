@@ -17,7 +17,6 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.failures import Failures
 from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard, reduce_scatter_tensors
-from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import Row
@@ -178,12 +177,29 @@ class ShardedReductions:
         again: bool,
         event: Any,
     ) -> None:
+        """Write factor * the mean of values to `out`, which torch divides by `divisor` afterwards.
+
+        Residuals are kept in units of what the optimizer is given, whichever factors torch and a GradScaler have.
+        """
+
         def reduce(_: CollectiveCall) -> None:
             bucket, compressor = self._buckets[index]
-            with bucket.layout.device.stream_context(event):
+            layout, keeps = bucket.layout, compressor.keeps_gradient
+            with layout.device.stream_context(event):
                 if again:  # a module that is used several times, or by parts of the loss
                     bucket.accept()
-                self._mean(bucket, compressor, values, out, factor, divisor)
+                if values.numel() != layout.length:
+                    raise RuntimeError(
+                        f"gradients: expected {layout.length} values of {layout.names[0]!r} and others, got"
+                        f" {values.numel()}: parameters were frozen or unfrozen between the forward pass and its end"
+                    )
+                scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+                before, after = (factor / (divisor * scale), divisor * scale) if keeps else (1.0, factor)
+                bucket.reduce_flat(self._transport, compressor, values, out, before, after)
+                if keeps:  # the buffer holds the residual now, whose padding codes without a zero may have set
+                    residual = layout.split(bucket.gradient_buffer().tensor)
+                    for part in self._groups[layout.index].padding(residual, self._parts):
+                        part.zero_()
 
         self._failures.call(self._transport, f"module {index}", reduce)
 
@@ -192,33 +208,6 @@ class ShardedReductions:
         """Write NaN in place of means, if this back-propagation has failed."""
         if self._failures.error is not None:
             out.fill_(float("nan"))
-
-    def _mean(
-        self,
-        bucket: Bucket,
-        compressor: Compressor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        factor: float,
-        divisor: float,
-    ) -> None:
-        """Write factor * the mean of values to `out`, which torch divides by `divisor` afterwards.
-
-        Residuals are kept in units of what the optimizer is given, whichever factors torch and a GradScaler have.
-        """
-        layout, keeps = bucket.layout, compressor.keeps_gradient
-        if values.numel() != layout.length:
-            raise RuntimeError(
-                f"gradients: expected {layout.length} values of {layout.names[0]!r} and others, got {values.numel()}:"
-                " parameters were frozen or unfrozen between the forward pass and its end"
-            )
-        scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
-        before, after = (factor / (divisor * scale), divisor * scale) if keeps else (1.0, factor)
-        bucket.reduce_flat(self._transport, compressor, values, out, before, after)
-        if keeps:  # the buffer holds the residual now, and codes without a zero leave one in what pads parameters
-            residual = layout.split(bucket.gradient_buffer().tensor)
-            for part in self._groups[layout.index].padding(residual, self._parts):
-                part.zero_()
 
     # -- a back-propagation
 
