@@ -31,7 +31,7 @@ WITHOUT_AVX512 = {  # for NumPy before 2.4 and since, and torch
     "ATEN_CPU_CAPABILITY": "avx2",
 }
 
-OTHERS = {"DGC": select.SampledThreshold, "Gaussian-k": select.GaussianK, "MSTopk": select.MSTopK}
+OTHERS = {"DGC": select.SampledThreshold, "Gaussian-k": select.GaussianK}
 
 # A section yields two parts of each row: what is shown of the fastest instruction set only, and of all.
 

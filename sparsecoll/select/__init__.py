@@ -11,7 +11,6 @@ from sparsecoll.select.base import Selector as Selector, Vector as Vector, check
 from sparsecoll.select.dgc import SampledThreshold as SampledThreshold
 from sparsecoll.select.gaussian import GaussianK as GaussianK
 from sparsecoll.select.hashed import Hashed as Hashed
-from sparsecoll.select.mstopk import MSTopK as MSTopK
 from sparsecoll.select.randomk import RandomK as RandomK
 from sparsecoll.select.reuse import ThresholdReuse as ThresholdReuse
 from sparsecoll.select.stats import MagnitudeStats as MagnitudeStats
@@ -21,7 +20,6 @@ SELECTORS: dict[str, type[Selector]] = {
     "topk": TopK,
     "reuse": ThresholdReuse,
     "dgc": SampledThreshold,
-    "mstopk": MSTopK,
     "gaussian": GaussianK,
     "randomk": RandomK,
     "hashed": Hashed,

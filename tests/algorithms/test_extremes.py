@@ -11,7 +11,7 @@ from sparsecoll.kernels import reference
 from sparsecoll.vector import VALUE_DTYPES
 
 P = 4
-SELECTORS = ("TopK", "ThresholdReuse", "SampledThreshold", "MSTopK", "GaussianK")
+SELECTORS = ("TopK", "ThresholdReuse", "SampledThreshold", "GaussianK")
 
 
 @pytest.fixture(params=VALUE_DTYPES)

@@ -9,13 +9,11 @@ from hypothesis import given, settings, strategies as st
 
 import sparsecoll
 from sparsecoll import DenseVector, Residual, RowResidual, RowSparse, SparseVector, select
-from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.residual import LazyAccumulator
-from sparsecoll.select import SELECTORS, GaussianK, Hashed, MSTopK, RandomK, SampledThreshold, TopK
-from sparsecoll.select.randomk import mix
+from sparsecoll.select import SELECTORS, GaussianK, Hashed, RandomK, SampledThreshold, TopK
 from sparsecoll.select.stats import MagnitudeStats
 from sparsecoll.testing import check_selector
 
@@ -49,8 +47,7 @@ def test_no_zeros_and_no_more_than_k(name):
 
 def test_about_k_entries_are_selected():
     x, k = heavy(), 1000
-    for selector in (TopK(), MSTopK()):
-        assert selector.select(DenseVector(x), k).nnz == k
+    assert TopK().select(DenseVector(x), k).nnz == k
     for seed in range(5):
         y = heavy(seed=seed)
         for selector in (SampledThreshold(), select.ThresholdReuse()):
@@ -61,18 +58,6 @@ def test_about_k_entries_are_selected():
     normal = np.random.default_rng(0).standard_normal(x.size)
     assert 2 * k / 3 <= GaussianK().select(DenseVector(normal), k).nnz <= 4 * k / 3
     assert RandomK().select(DenseVector(x), k).nnz == k
-
-
-@pytest.mark.parametrize("infinite", [1, 3, 1000, 1001])
-def test_exactly_k_with_infinite_values_and_sums(infinite):
-    x, k = heavy(), 1000
-    x[:infinite] = -np.inf
-    for vector in (DenseVector(x), DenseVector(x).to_sparse()):
-        assert MSTopK().select(vector, k) == select.topk(vector, k)
-    assert MSTopK().select(DenseVector(np.nan_to_num(x.astype(np.float64))), k).nnz == k
-    x[-1] = np.nan
-    with pytest.raises(NonFiniteError):
-        MSTopK().select(DenseVector(x), k)
 
 
 def test_no_integer_reaches_an_infinite_threshold():
@@ -89,11 +74,9 @@ def test_no_integer_reaches_an_infinite_threshold():
 
 def test_only_large_entries_are_selected():
     x, k = heavy(), 1000
-    for selector in (TopK(), SampledThreshold(), MSTopK()):
+    for selector in (TopK(), SampledThreshold()):
         chosen = selector.select(DenseVector(x), k)
         assert np.abs(chosen.values).min() >= largest(x, 1300)
-    exact = select.topk(x, k).indices
-    assert np.isin(exact, MSTopK().select(DenseVector(x), k).indices).mean() > 0.99
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -294,26 +277,7 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("edge", EDGES)
-def test_mstopk_takes_the_entries_of_its_description(edge):
-    x, k = EDGES[edge](heavy(30_000)), 300
-    magnitude, stats = np.abs(x.astype(float)), MagnitudeStats(DenseVector(x), k)
-    low, high, t1, t2 = 0.0, 1.0, np.inf, 5e-324
-    for _ in range(30):
-        t = max(stats.mean_magnitude + (low + high) / 2 * (stats.largest - stats.mean_magnitude), 5e-324)
-        if np.count_nonzero(magnitude >= t) <= k:
-            high, t1 = (low + high) / 2, t
-        else:
-            low, t2 = (low + high) / 2, t
-    sure, between = np.flatnonzero(magnitude >= t1), np.flatnonzero((magnitude >= t2) & (magnitude < t1))
-    missing = min(k - sure.size, between.size)
-    start = mix(5, 1) % (between.size - missing + 1)
-    chosen = MSTopK(seed=5).select(DenseVector(x), k)
-    assert chosen.indices.tolist() == sorted([*sure, *between[start : start + missing]])
-    np.testing.assert_array_equal(chosen.values, x[chosen.indices])
-
-
-@pytest.mark.parametrize("make", [MSTopK, GaussianK, SampledThreshold])
+@pytest.mark.parametrize("make", [GaussianK, SampledThreshold])
 def test_zeros_are_no_candidates_and_few_nonzeros_take_one_pass(make, monkeypatch):
     """A bound of 0 made all zeros candidates, which were counted for every threshold."""
     x, passes = DenseVector(EDGES["few nonzeros"](heavy(60_000))), []
@@ -329,7 +293,7 @@ def test_algorithms_take_a_selector():
         y = sparsecoll.allreduce(
             comm, x, sparsecoll.Allgather(selector=GaussianK()), density=0.01, return_reduction=True
         )
-        z = sparsecoll.allreduce(comm, x, sparsecoll.OkTopk(selector=MSTopK()), density=0.01)
+        z = sparsecoll.allreduce(comm, x, sparsecoll.OkTopk(selector=SampledThreshold()), density=0.01)
         return y.value.to_dense(), y.contributed, z.nnz
 
     results = sparsecoll.simulate(3, program).results
@@ -337,7 +301,7 @@ def test_algorithms_take_a_selector():
     assert len(sizes) > 1  # Gaussian-k: other sizes on other ranks
     total = sum(contributed.to_dense().astype(np.float64) for _, contributed, _ in results)
     np.testing.assert_allclose(results[0][0], total, atol=1e-4)
-    assert results[0][2] == 200
+    assert 0 < results[0][2] <= 250
     with pytest.raises(sparsecoll.CommunicationError, match="algo"):
         sparsecoll.simulate(
             2,

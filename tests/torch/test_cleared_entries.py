@@ -38,7 +38,7 @@ class Sometimes(Allgather):
         (TopKCompressor(0.02, Sometimes()), False),
         (TopKCompressor(0.02, "gtopk"), False),
         (TopKCompressor(0.02, "oktopk"), False),
-        (TopKCompressor(0.02, "allgather", selector=select.MSTopK()), False),
+        (TopKCompressor(0.02, "allgather", selector=select.GaussianK()), False),
         (TopKCompressor(1.0, "allgather"), False),
         (TopKCompressor(0.02, "allgather", momentum=0.7, nesterov=True), True),
         (DRAGONN(0.02, selective=False), False),

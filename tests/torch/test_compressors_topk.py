@@ -14,7 +14,7 @@ from sparsecoll.torch.tensors.layout import Layout
 
 
 def test_presets_are_top_k_with_other_defaults():
-    for name in ("nesterovtopk", "oktopk", "densestream", "dgc", "gaussiank", "mstopk"):
+    for name in ("nesterovtopk", "oktopk", "densestream", "dgc", "gaussiank"):
         assert (
             isinstance(as_compressor(name), TopKCompressor) and COMPRESSORS[name](0.5, momentum=0.25).momentum == 0.25
         )

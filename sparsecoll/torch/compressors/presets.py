@@ -125,21 +125,6 @@ def gaussiank(density: Density = 0.01, **options: Any) -> TopKCompressor:
     return _named("gaussiank", density, {"algo": "allgather", "selector": select.GaussianK()}, options)
 
 
-def mstopk(density: Density = 0.01, **options: Any) -> TopKCompressor:
-    """MSTopK (Shi and others, "Towards Scalable Distributed Training ... on Public Cloud Clusters", MLSys 2021).
-
-    Selects the k entries between two thresholds found by multiple sampling.
-
-    Args:
-        density: as in `TopKCompressor`.
-        **options: of `TopKCompressor`.
-
-    Returns:
-        TopKCompressor with `algo="allgather"` and `selector=select.MSTopK()`.
-    """
-    return _named("mstopk", density, {"algo": "allgather", "selector": select.MSTopK()}, options)
-
-
 def _named(name: str, density: Density, defaults: dict[str, Any], options: dict[str, Any]) -> TopKCompressor:
     made = TopKCompressor(density, **{**defaults, **options})
     made.name = name  # type: ignore[misc]
