@@ -41,7 +41,7 @@ COMPRESSORS = {
     "dgc 1 %": dgc(0.01),
     "dgc 0.1 %": dgc(0.001),
     "nesterovtopk 1 %": nesterovtopk(0.01),
-    **{f"{name} 1 %": name for name in ("sgdtopk", "densestream", "gaussiank", "mstopk", "randomk")},
+    **{f"{name} 1 %": name for name in ("sgdtopk", "densestream", "gaussiank", "mstopk", "randomk", "dragonn")},
     "efsignsgd": "efsignsgd",
     "qsgd 8 bits": QSGD(8),
     "qsgd 2 bits": QSGD(2),
@@ -281,7 +281,7 @@ def overlap(rows):
 
 UNSHOWN = (
     *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)),
-    *(", no ", "whole model", "SparseSGD, dense", "gaussiank", "mstopk"),
+    *(", no ", "whole model", "SparseSGD, dense", "gaussiank", "mstopk", "dragonn"),
     *("stream", "0.1", "hook, a", "randomk", "allgather"),
 )
 NETS = {("vgg", 32): "20 M", ("mlp", 32): "107 M"}

@@ -16,7 +16,7 @@ from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, digest
 from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.algorithms.primitives.balance import balanced
 from sparsecoll.algorithms.primitives.global_topk import global_topk
-from sparsecoll.errors import NonFiniteError
+from sparsecoll.errors import NonFiniteError, check_choice
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.all_ranks import allgather, sums_and_maxima
 from sparsecoll.transport.channel import Channel, VectorRequest
@@ -93,8 +93,7 @@ class OkTopk(Algorithm):
         for name in ("tau", "tau_prime", "bucket"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.repartition not in partition.METHODS:
-            raise ValueError(f"repartition: expected one of {', '.join(partition.METHODS)}, got {self.repartition!r}")
+        check_choice("repartition", self.repartition, partition.METHODS)
         if not self.balance_factor >= 1 or not self.tolerance >= 0:
             raise ValueError(
                 f"balance_factor, tolerance: expected at least 1 and 0, got {self.balance_factor} and {self.tolerance}"

@@ -163,7 +163,6 @@ def _plot(options: argparse.Namespace) -> None:
         stems = [path.stem for path in options.rows]
         if len(set(stems)) < len(stems):
             raise ValueError(f"FILE: expected files of different names, after which figures are called, got {stems}")
-        plot.make_folder(options.out)
         for path, some in rows:
             for figure in plot.figures(plot.chosen(some, options.algo), options.out, path.stem):
                 sys.stdout.write(f"{figure}\n")

@@ -57,18 +57,6 @@ def chosen(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
     return [row for row in rows if not names or label(row) in wanted]
 
 
-def make_folder(path: Path) -> None:
-    """Create the folder for the figures, if there is none.
-
-    Raises:
-        ValueError: That is not possible.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path}: expected a folder for the figures ({error.strerror})") from None
-
-
 def label(row: Row) -> str:
     """Return the row's name, or its algorithm with format and dtype if these are not the defaults."""
     if "name" in row:
@@ -146,8 +134,15 @@ SCALES = {"seconds": 1e3, "bytes_received": 1e-6}
 
 
 def figures(rows: Sequence[Row], folder: str | Path, stem: str) -> list[Path]:
-    """Return every figure that the rows have points for, as SVG files in a folder; returns their paths."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    """Draw every figure that the rows have points for, as SVG files in a folder, and return their paths.
+
+    Raises:
+        ValueError: There is no such folder, and none can be made.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: expected a folder for the figures ({error.strerror})") from None
     made = []
 
     def group(key: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:

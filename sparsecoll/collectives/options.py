@@ -18,7 +18,7 @@ from sparsecoll.algorithms import ROW_ALGORITHMS, Algorithm
 from sparsecoll.collectives import convert, keyed
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.tensors import ToArray
-from sparsecoll.errors import NonFiniteError
+from sparsecoll.errors import NonFiniteError, check_choice
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport import Transport, as_transport
@@ -98,8 +98,7 @@ class CallOptions:
             )
         else:
             name = op
-        if name not in OPERATIONS:
-            raise ValueError(f"op: expected one of {', '.join(OPERATIONS)}, got {op!r}")
+        check_choice("op", name, OPERATIONS)
         return Operation(name, self.missing == "zero")
 
     def signature(self, x: Vector | RowSparse | None = None, transport: Transport | None = None) -> dict[str, Any]:
@@ -169,8 +168,7 @@ class CallOptions:
             raise ValueError(f"format: expected one that loses nothing with {sums}, which sends sums, got {form!r}")
         if narrow is None:
             return
-        if narrow not in VALUE_DTYPES_ON_THE_WIRE:
-            raise ValueError(f"value_dtype: expected one of {', '.join(VALUE_DTYPES_ON_THE_WIRE)}, got {narrow!r}")
+        check_choice("value_dtype", narrow, VALUE_DTYPES_ON_THE_WIRE)
         if narrow == dtype.name:
             return
         if dtype.kind != "f" or np.dtype(formats.WIRE_DTYPES[narrow].stored).itemsize > dtype.itemsize:

@@ -52,10 +52,8 @@ class MSTopK(Selector):
                 low, t2 = middle, t
         candidates = checked(stats.threshold(t2))
         sure = candidates.threshold(t1, k) if math.isfinite(t1) else candidates.slice_entries(0, 0)
-        others = candidates.nnz - sure.nnz
-        missing = min(k - sure.nnz, others)
-        start = mix(self.seed, self._calls) % (others - missing + 1)
-        near = candidates.slice_entries(start, start + missing + sure.nnz)  # from `start` of the others on, and before
-        before = sure._position(int(near.indices[0])) if near.nnz else 0
-        rest = near.difference(sure).slice_entries(before, before + missing)
+        others = candidates.difference(sure)
+        missing = min(k - sure.nnz, others.nnz)
+        start = mix(self.seed, self._calls) % (others.nnz - missing + 1)
+        rest = others.slice_entries(start, start + missing)
         return SparseVector.merge([sure, rest], sure.dtype) if rest.nnz else sure

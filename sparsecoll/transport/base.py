@@ -47,7 +47,7 @@ class Transport(ABC):
         gpu_direct: whether messages in GPU memory are sent without a copy in host memory.
         waits_by, abort: the class of `watchdog`; ends the whole job.
         nodes: the ranks on each node, see `all_ranks.node_members`; None if not known yet.
-        groups: transports of some of the ranks, see `group.group`.
+        groups: transports of some of the ranks, see `Channel.group`.
         sharers: weak references to the objects that make calls by themselves, by number.
         worker: executes all calls once there has been a nonblocking one, see `progress.Worker`; None before.
         tag: tag with which messages are sent, and expected to be received, see `tag_of`.

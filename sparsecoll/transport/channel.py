@@ -15,7 +15,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
 from sparsecoll.transport.all_ranks import DIRECT_BYTES, allgatherv, exchanged
 from sparsecoll.transport.base import ReceiveRequest, Transport
-from sparsecoll.transport.group import group
+from sparsecoll.transport.group import GroupTransport
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
 from sparsecoll.vector.operation import SUM, Operation
 
@@ -66,8 +66,10 @@ class Channel:
 
     def group(self, members: list[int]) -> Channel:
         """Return a channel among some of the ranks, renumbered 0, 1, ...; this rank must be one of them."""
-        other = copy.copy(self)
-        other.transport = group(self.transport, members)
+        other, groups = copy.copy(self), self.transport.groups
+        if tuple(members) not in groups:
+            groups[tuple(members)] = GroupTransport(self.transport, members)
+        other.transport = groups[tuple(members)]
         other.__post_init__()
         other.held, other.gathered, other.deferred = [], [], False
         return other

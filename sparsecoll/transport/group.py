@@ -45,11 +45,3 @@ class GroupTransport(Transport):
         raise CommunicationError(
             f"report: expected the whole communicator, got {self.size} of {self.parent.size} ranks"
         )
-
-
-def group(parent: Transport, members: list[int]) -> Transport:
-    """Return the transport of these ranks of `parent`, the same object each time."""
-    key = tuple(members)
-    if key not in parent.groups:
-        parent.groups[key] = GroupTransport(parent, members)
-    return parent.groups[key]

@@ -11,7 +11,7 @@ from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD
 from sparsecoll.torch.compressors import TopKCompressor, oktopk
 from sparsecoll.torch.tensors import layout as devices
 
-OPTIONS = {"covap": {"interval": 2}}
+OPTIONS = {"covap": {"interval": 2}, "dragonn": {"selective": False, "density": 0.1}}
 
 
 def pretended(pretend):

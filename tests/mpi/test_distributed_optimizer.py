@@ -6,13 +6,14 @@ from simulated import simulated
 
 import sparsecoll
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_hook
-from sparsecoll.torch.compressors import COVAP, TopKCompressor
+from sparsecoll.torch.compressors import COVAP, DRAGONN, TopKCompressor
 
 pytestmark = pytest.mark.mpi
 AUTO = sparsecoll.Auto(network=sparsecoll.Network())  # else each transport has its own
 MADE = {
     "covap": COVAP(3),
     "topk": TopKCompressor(algo=AUTO),
+    "dragonn": DRAGONN(selective=False),
 }
 
 

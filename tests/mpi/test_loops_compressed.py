@@ -12,6 +12,7 @@ import sparsecoll  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     COVAP,
+    DRAGONN,
     QSGD,
     PowerSGD,
     TopKCompressor,
@@ -27,6 +28,7 @@ MADE = {"covap": COVAP(2, start=1.0), "dgc": dgc(momentum=0.0), "qsgd": QSGD(4, 
     "topk": TopKCompressor(0.1, algo="allgather"),
     "sgdtopk": sgdtopk(0.1, momentum=0.0),
     "nesterovtopk": nesterovtopk(0.1, momentum=0.0, nesterov=False),
+    "dragonn": DRAGONN(0.1, selective=False),
     "oktopk": oktopk(0.1),
 }
 COMPRESSED = {name: MADE.get(name) or as_compressor(name) for name in COMPRESSORS if name != "free"}

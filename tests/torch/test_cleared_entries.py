@@ -10,7 +10,7 @@ from one_bucket import step
 
 import sparsecoll
 from sparsecoll import Allgather, select, simulate
-from sparsecoll.torch.compressors import StepContext, TopKCompressor, dgc
+from sparsecoll.torch.compressors import DRAGONN, StepContext, TopKCompressor, dgc
 from sparsecoll.torch.tensors.layout import Layout
 
 
@@ -41,6 +41,7 @@ class Sometimes(Allgather):
         (TopKCompressor(0.02, "allgather", selector=select.MSTopK()), False),
         (TopKCompressor(1.0, "allgather"), False),
         (TopKCompressor(0.02, "allgather", momentum=0.7, nesterov=True), True),
+        (DRAGONN(0.02, selective=False), False),
     ],
     ids=str,
 )

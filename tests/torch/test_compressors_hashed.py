@@ -1,4 +1,4 @@
-"""RandomK: indices that are not sent."""
+"""RandomK and DRAGONN: indices that are not sent."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,10 @@ torch = pytest.importorskip("torch")
 
 from one_bucket import normal, one, step  # noqa: E402
 
-from sparsecoll import simulate  # noqa: E402
+from sparsecoll import Network, simulate  # noqa: E402
+from sparsecoll.formats import SlotsFormat  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
+    DRAGONN,
     RandomKCompressor,
     StepContext,
 )
@@ -39,3 +41,46 @@ def test_randomk_leaves_generators_alone():
     expected = np.random.RandomState(3).rand(), float(torch.rand(1, generator=torch.Generator().manual_seed(3)))
     one(RandomKCompressor(0.1), normal(2, 100))
     assert (np.random.rand(), float(torch.rand(1))) == expected
+
+
+def test_dragonn_compresses_by_equation_1():
+    """A tensor is compressed where the network is slow enough for its size, on all ranks alike."""
+    large, small = normal(3, 400_000), normal(3, 300)
+    slow, fast = Network(1e-3, 1e-5), Network(1e-9, 1e-14)
+    for gradients, network, expected in ((large, slow, True), (large, fast, False), (small, fast, False)):
+        for results, own in one(DRAGONN(0.001), gradients, network=network):
+            assert own.compressed is expected
+            kept = np.count_nonzero(results[0])
+            assert kept <= 3 * 400 if expected else kept == gradients[0].size
+
+
+def test_dragonn_adds_messages_slot_by_slot_and_compares_nothing(monkeypatch):
+    """One pass over all messages: none is decoded, sorted or merged. The seeds change every step, and no message is
+    sent because of that."""
+    decoded = []
+    monkeypatch.setattr(SlotsFormat, "decode", lambda *_: decoded.append(1))
+    gradients = normal(5, 2000)
+    gradients[2][:] = 0  # a rank that selects nothing
+
+    def program(comm):
+        shared, own = StepContext(), DRAGONN(0.05, selective=False, momentum=0.5)
+        own.bind(Layout(0, (2000,), ("p",), ((2000,),), np.dtype(np.float32)), comm.transport, shared)
+        rows = []
+        for _ in range(4):
+            before = comm.transport.traffic.total.messages_sent
+            mean = step(own, comm.transport, gradients[comm.rank].copy())
+            shared.step += 1
+            rows.append((mean, comm.transport.traffic.total.messages_sent - before))
+        return rows
+
+    results = simulate(5, program).results
+    assert decoded == []
+    for rows in results:
+        assert [messages for _, messages in rows] == [6, 3, 3, 3]
+        assert all((a == b).all() for (a, _), (b, _) in zip(rows, results[0], strict=True))
+        assert all(100 < np.count_nonzero(mean) <= 400 for mean, _ in rows)
+
+
+def test_dragonn_takes_empty_buckets():
+    for results, own in one(DRAGONN(0.5), [np.zeros(0, np.float32)] * 3, shapes=((0,),)):
+        assert results[0].size == 0 and not own.compressed

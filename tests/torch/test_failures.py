@@ -16,7 +16,7 @@ from nets import batch, bits, loss_of, net, train
 import sparsecoll.torch
 from sparsecoll import simulate
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD, WarmUp
-from sparsecoll.torch.compressors import ACPSGD, COVAP, TopKCompressor, dgc, oktopk
+from sparsecoll.torch.compressors import ACPSGD, COVAP, DRAGONN, TopKCompressor, dgc, oktopk
 
 P = 3
 RAISING = [name for name in COMPRESSORS if name not in ("free", "none", "fp16", "covap")]  # those let NaN through
@@ -38,7 +38,19 @@ def residuals_are_finite(optimizer):
     return all(bool(torch.isfinite(t).all()) for t in held)
 
 
-DENSE = [TopKCompressor(algo="dense"), TopKCompressor(algo="dense", momentum=0.9)]
+class Uncompressed(DRAGONN):
+    """What DRAGONN decides where the network is fast."""
+
+    def _pays_up_to(self, transport, layout):
+        return -1
+
+
+DENSE = [
+    TopKCompressor(algo="dense"),
+    TopKCompressor(algo="dense", momentum=0.9),
+    Uncompressed(),
+    Uncompressed(momentum=0.9),
+]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,5 +1,6 @@
 """Schedules of a user's own: which steps they are asked for, how ranks compare them, and where they are taken."""
 
+import json
 import logging
 from dataclasses import dataclass
 
@@ -12,11 +13,13 @@ from nets import bits, net, parameters, train  # noqa: E402
 from one_bucket import (  # noqa: E402
     normal,
     one,
+    step as one_step,
 )
 
-from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll import CommunicationError, Network, simulate  # noqa: E402
 from sparsecoll.torch import Constant, DistributedOptimizer, Schedule, SparseSGD, WarmUp  # noqa: E402
-from sparsecoll.torch.compressors import RandomKCompressor, TopKCompressor  # noqa: E402
+from sparsecoll.torch.compressors import DRAGONN, RandomKCompressor, StepContext, TopKCompressor  # noqa: E402
+from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
 class Table(Schedule):
@@ -51,10 +54,10 @@ class ByFunction(Schedule):
         return self.function(step)
 
 
-@pytest.mark.parametrize("compressor", [TopKCompressor, RandomKCompressor])
+@pytest.mark.parametrize("compressor", [TopKCompressor, RandomKCompressor, DRAGONN])
 def test_a_schedule_is_asked_for_steps_that_are_taken_only(compressor):
     results, own = one(compressor(Table(0.2, 0.1, 0.05)), normal(2, 400), steps=3)[0]
-    if isinstance(own, TopKCompressor):
+    if isinstance(own, TopKCompressor) and not isinstance(own, DRAGONN):
         assert np.count_nonzero(results[2]) <= 2 * 20 < np.count_nonzero(results[0])
 
 
@@ -72,6 +75,29 @@ def test_a_density_whose_end_is_not_known_counts_as_low(caplog, schedule, warnin
     with caplog.at_level(logging.WARNING, "sparsecoll"):
         DistributedOptimizer(torch.optim.AdamW(model.parameters()), model, None, TopKCompressor(schedule)).close()
     assert caplog.text.count("AdamW divides by its own size") == warnings
+
+
+def test_dragonn_chooses_in_every_step():
+    """A density that begins high; nothing is lost where the choice changes, and a later run chooses alike."""
+    table, gradients = Table(1.0, 0.9, 0.01, 1e-4, 1.0, 0.001), normal(3, 100_000)
+    layout = Layout(0, (100_000,), ("p",), ((100_000,),), np.dtype(np.float32))
+
+    def program(comm):
+        own, later, total, choices = DRAGONN(table), DRAGONN(table), np.zeros(100_000), []
+        own.bind(layout, comm.transport, StepContext())
+        later.bind(layout, comm.transport, StepContext(step=5))
+        for _ in range(6):
+            total += 3 * one_step(own, comm.transport, gradients[comm.rank].copy()).astype(np.float64)
+            choices.append(own.compressed)
+            own.context.step += 1
+        later.load_extra_state(json.loads(json.dumps(own.extra_state())))
+        one_step(later, comm.transport, gradients[comm.rank].copy())
+        return choices, later.compressed, total, own.residual.astype(np.float64)
+
+    results = simulate(3, program, network=Network(1e-3, 1e-5)).results
+    for choices, later, total, _ in results:
+        assert choices == [False, False, True, True, False, True] and later
+        np.testing.assert_allclose(total + sum(r for *_, r in results), 6 * sum(gradients), atol=1e-3)
 
 
 def test_where_schedules_settle():
@@ -132,6 +158,7 @@ class Faulty(Schedule):
 WAYS = {  # what takes a schedule, and what errors call it
     "topk": (TopKCompressor, "entries by density"),
     "randomk": (RandomKCompressor, "entries by density"),
+    "dragonn": (lambda density: DRAGONN(density, selective=False), "entries by density"),
     "rows": (lambda density: TopKCompressor(0.1, row_density=density), "rows by row_density"),
     "SparseSGD": (None, "entries by density"),
 }

@@ -19,6 +19,7 @@ from sparsecoll.torch.compressors.base import (
     StepContext as StepContext,
 )
 from sparsecoll.torch.compressors.covap import COVAP as COVAP
+from sparsecoll.torch.compressors.dragonn import DRAGONN as DRAGONN
 from sparsecoll.torch.compressors.fp16 import FP16 as FP16
 from sparsecoll.torch.compressors.none import NoCommunication as NoCommunication, NoCompression as NoCompression
 from sparsecoll.torch.compressors.powersgd import PowerSGD as PowerSGD
@@ -48,6 +49,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "gaussiank": gaussiank,
     "mstopk": mstopk,
     "randomk": RandomKCompressor,
+    "dragonn": DRAGONN,
     "efsignsgd": efsignsgd,
     "qsgd": QSGD,
     "powersgd": PowerSGD,

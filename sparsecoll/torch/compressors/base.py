@@ -220,10 +220,10 @@ class Compressor(ABC):
             return reduce_scatter_vectors(transport, message, replace(given, k=None), compared)
         return allreduce_vectors(transport, message, algorithm, given, True, compared, deferred=True)
 
-    def gather(self, transport: Transport, message: Array) -> list[Array]:
-        """Return all ranks' messages of bytes, in rank order."""
+    def gather(self, transport: Transport, message: Array, compared: Mapping[str, Any] = NOTHING) -> list[Array]:
+        """Return all ranks' messages of bytes, in rank order; ranks compare the values of `compared`, too."""
         with CollectiveCall(transport, "compressor", self.timeout) as call:
-            call.signature |= {"compressor": self.describe(), "length": self.layout.length}
+            call.signature |= {**compared, "compressor": self.describe(), "length": self.layout.length}
             call.agree()
             with transport.phase("gather"):
                 blocks = allgatherv(transport, message)

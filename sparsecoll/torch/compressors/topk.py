@@ -191,6 +191,10 @@ class TopKCompressor(ErrorFeedback):
             return self._whole()
         self._algorithm.sync_epoch(self._epoch)
         self._k = entries_of(self.density, self.layout.length, self.context.step)
+        return self._selected(acc)
+
+    def _selected(self, acc: Vector) -> Vector:
+        """Return what this rank sends, of as many entries as were counted."""
         self.acc.clear_selected = self._clears
         try:
             chosen = self._algorithm.select(acc, self._k, self.size)
