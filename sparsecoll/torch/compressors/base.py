@@ -21,7 +21,7 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import record, span
-from sparsecoll.torch.compressors.schedule import without_addresses
+from sparsecoll.torch.compressors.schedule import Density, Schedule, check_density, without_addresses
 from sparsecoll.torch.compressors.versions import Versioned, Versions
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.torch.tensors.private import profiled
@@ -299,6 +299,13 @@ class Shown:
 
     def span(self, kind: str, /, **_: int) -> contextlib.AbstractContextManager[object]:
         return torch.profiler.record_function(f"sparsecoll: {kind}")
+
+
+def entries_of(density: Density, length: int, step: int) -> int:
+    """Return how many of `length` values to select in a step, at least one."""
+    if isinstance(density, Schedule):
+        density = check_density(density.at(step), density, f"at({step})")
+    return min(length, max(1, round(float(density) * length)))
 
 
 def overflowed(values: Array) -> Array:

@@ -8,8 +8,8 @@ from typing import Any
 from sparsecoll import select
 from sparsecoll.algorithms import Reduction
 from sparsecoll.select import Vector
-from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_schedule, entries_of, is_rare
+from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, entries_of, write_mean
+from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_schedule, is_rare
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
@@ -47,7 +47,7 @@ class RandomKCompressor(ErrorFeedback):
 
     def compress(self, acc: Vector) -> SparseVector:
         self.check_finite(acc)  # it may not be drawn for long
-        self._k = entries_of(as_schedule(self.density), self.layout.length, self.context.step)
+        self._k = entries_of(self.density, self.layout.length, self.context.step)
         return self._selector.select(acc, self._k)
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:

@@ -158,11 +158,6 @@ def is_rare(schedule: Schedule) -> bool:
     return end is None or check_density(end, schedule, "settles_at()") < RARE
 
 
-def entries_of(schedule: Schedule, length: int, step: int) -> int:
-    """Return how many of `length` values to select in a step, at least one."""
-    return min(length, max(1, round(check_density(schedule.at(step), schedule, f"at({step})") * length)))
-
-
 @contextlib.contextmanager
 def as_row_density() -> Iterator[None]:
     """Context manager: errors name the argument `row_density`."""

@@ -13,8 +13,8 @@ from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.base import built_in
-from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_row_density, as_schedule, entries_of, is_rare
+from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, entries_of, write_mean
+from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_row_density, as_schedule, is_rare
 from sparsecoll.torch.compressors.versions import Versioned
 from sparsecoll.torch.tensors.layout import CPU, Array, Layout
 from sparsecoll.transport import Transport
@@ -190,7 +190,7 @@ class TopKCompressor(ErrorFeedback):
         if self._algorithm.takes_dense:
             return self._whole()
         self._algorithm.sync_epoch(self._epoch)
-        self._k = entries_of(as_schedule(self.density), self.layout.length, self.context.step)
+        self._k = entries_of(self.density, self.layout.length, self.context.step)
         return self._selected(acc)
 
     def _selected(self, acc: Vector) -> Vector:

@@ -19,8 +19,8 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import Compressor, StepContext
-from sparsecoll.torch.compressors.base import ErrorFeedback, overflowed
-from sparsecoll.torch.compressors.schedule import Density, as_row_density, as_schedule, entries_of
+from sparsecoll.torch.compressors.base import ErrorFeedback, entries_of, overflowed
+from sparsecoll.torch.compressors.schedule import Density, as_row_density
 from sparsecoll.torch.compressors.versions import ALL, Versioned, Versions
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.replica.guards import warn_of_momentum_of_rows
@@ -192,7 +192,7 @@ class RowSum(ErrorFeedback):
         if self.density is None:
             return _overflowed(acc.divide(self.size)) if self._sends_parts else acc
         with as_row_density():
-            self._acc, self._compared = acc, {ROWS: entries_of(as_schedule(self.density), acc.n, self.context.step)}
+            self._acc, self._compared = acc, {ROWS: entries_of(self.density, acc.n, self.context.step)}
         return acc.topk(self._compared[ROWS])
 
     def communicate(self, transport: Transport, message: Any) -> Reduction:
