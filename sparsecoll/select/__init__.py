@@ -10,7 +10,6 @@ from __future__ import annotations
 from sparsecoll.select.base import Selector as Selector, Vector as Vector, checked as checked
 from sparsecoll.select.dgc import SampledThreshold as SampledThreshold
 from sparsecoll.select.gaussian import GaussianK as GaussianK
-from sparsecoll.select.hashed import Hashed as Hashed
 from sparsecoll.select.randomk import RandomK as RandomK
 from sparsecoll.select.reuse import ThresholdReuse as ThresholdReuse
 from sparsecoll.select.stats import MagnitudeStats as MagnitudeStats
@@ -22,5 +21,4 @@ SELECTORS: dict[str, type[Selector]] = {
     "dgc": SampledThreshold,
     "gaussian": GaussianK,
     "randomk": RandomK,
-    "hashed": Hashed,
 }

@@ -13,7 +13,7 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.residual import LazyAccumulator
-from sparsecoll.select import SELECTORS, GaussianK, Hashed, RandomK, SampledThreshold, TopK
+from sparsecoll.select import SELECTORS, GaussianK, RandomK, SampledThreshold, TopK
 from sparsecoll.select.stats import MagnitudeStats
 from sparsecoll.testing import check_selector
 
@@ -238,14 +238,6 @@ def test_random_k_is_uniform_without_repetition_and_leaves_numpy_alone():
     assert (np.random.get_state()[1] == state).all()
     far = RandomK().select(SparseVector([2**40 - 1], np.ones(1), 2**40), 1000)
     assert far.nnz <= 1
-
-
-def test_hashed_changes_its_losers():
-    x = DenseVector(heavy(5000))
-    selector = Hashed(m=100, threshold=TopK())
-    seen = np.unique(np.concatenate([selector.select(x, 100).indices for _ in range(30)]))
-    assert seen.size == 100
-    assert Hashed(m=100, threshold=TopK()).select(x, 100).nnz < 80
 
 
 @pytest.mark.parametrize("make", [DenseVector, lambda values: SparseVector(np.arange(values.size), values, 9000)])
