@@ -10,7 +10,7 @@ from nets import P, batch, bits, loss_of, net, parameters, residuals, train
 import sparsecoll
 from sparsecoll import CommunicationError, simulate
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.torch import SparseSGD
+from sparsecoll.torch import DistributedOptimizer, SparseSGD
 from sparsecoll.torch.optimizers import sgd
 
 
@@ -93,6 +93,35 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(value, options):
         assert bits(model) == before[0] and all(torch.equal(after[n], t) for n, t in before[1].items())
         train(comm, model, optimizer, range(3, 5))
         return bits(model)
+
+    results = simulate(P, program).results
+    assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("make", [SparseSGD, DistributedOptimizer])
+def test_a_closure_returns_a_loss_on_all_ranks_or_on_none(make):
+    def program(comm):
+        model = net()
+        if make is SparseSGD:
+            optimizer = SparseSGD(model.parameters(), 0.1, comm=comm, algo="dense")
+        else:
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, "none")
+
+        def step(lacking):
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(model, batch(comm.rank, 0))
+                loss.backward()
+                return None if comm.rank in lacking else loss
+
+            return optimizer.step(closure)
+
+        assert step(range(P)) is None
+        before = bits(model)
+        with pytest.raises(ValueError, match=r"closure: expected a loss .* got None from ranks \[1\]"):
+            step([1])
+        assert bits(model) == before
+        return step([]).item(), bits(model)
 
     results = simulate(P, program).results
     assert len(set(results)) == 1

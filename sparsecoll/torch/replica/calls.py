@@ -131,18 +131,21 @@ def agreeing(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
     """Return the mean of a loss over the ranks, with the same bits on all of them, in its type. Collective.
 
-    Of None, which closures may return, return None.
+    Of None on all ranks, which closures may return, return None; on some, it is an error on all.
     """
-    if loss is None:
-        return None
-    own = float(loss.detach() if torch.is_tensor(loss) else loss)
 
-    def gather(_: CollectiveCall) -> list[float]:
-        numbers: list[float] = allgather(transport, np.array([own], np.float64)).ravel().tolist()
+    def gather(_: CollectiveCall) -> list[list[float]]:
+        own = math.nan if loss is None else float(loss.detach() if torch.is_tensor(loss) else loss)
+        numbers: list[list[float]] = allgather(transport, np.array([loss is None, own], np.float64)).T.tolist()
         transport.waitall()
         return numbers
 
-    numbers = collective(transport, "mean", timeout, gather)
+    without, numbers = collective(transport, "closure", timeout, gather)
+    if all(without):
+        return None
+    if any(without):
+        ranks = [rank for rank, lacks in enumerate(without) if lacks]
+        raise ValueError(f"closure: expected a loss from all ranks or from none, got None from ranks {ranks}")
     mean = (math.fsum if all(map(math.isfinite, numbers)) else sum)(numbers) / len(numbers)
     return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean
 
