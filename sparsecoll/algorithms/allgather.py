@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -41,13 +40,13 @@ class Allgather(Algorithm):
     takes_rows = True
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
-        if self._stages(channel, x.dtype, x.nnz) > 1:
+        if pipeline.chunks_of(channel, x.dtype, x.nnz) > 1:
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return channel.format.encode(x, channel.value_dtype, room=AGREEMENT_BYTES)
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
-        stages = self._stages(channel, x.dtype, k)
-        if stages > 1 and channel.size > 1:
+        stages = pipeline.chunks_of(channel, x.dtype, k)
+        if stages > 1:
             return self._pipelined(channel, x, k, stages)
         blocks = channel.gathered
         if not blocks or not all(map(len, blocks)):
@@ -59,13 +58,6 @@ class Allgather(Algorithm):
             return Reduction(lambda: channel.merge(parts), x, [parts])
         with channel.phase("merge"):
             return Reduction(channel.merge(parts), x)
-
-    @staticmethod
-    def _stages(channel: Channel, dtype: np.dtype[Any], entries: int) -> int:
-        """Return the number of chunks; one in lossy formats, which would round a part of x anew, and of rows."""
-        if channel.format.lossy or channel.width:
-            return 1
-        return pipeline.chunks(entries * (dtype.itemsize + 1), channel.transport.one_node)
 
     @staticmethod
     def _pipelined(channel: Channel, x: SparseVector, k: int, stages: int) -> Reduction:

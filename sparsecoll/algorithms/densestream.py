@@ -7,8 +7,7 @@ from functools import partial
 
 from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
-from sparsecoll.algorithms.primitives import partition
-from sparsecoll.algorithms.primitives.halving import reduce_scatter
+from sparsecoll.algorithms.primitives import halving, partition, pipeline
 from sparsecoll.errors import check_choice
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector
@@ -28,11 +27,12 @@ class DenseStream(Algorithm):
     3. Allgatherv of the summed regions by recursive doubling (Bruck's for any P).
 
     Messages are DenseStream blocks unless the call asks for another format than "auto" (`formats.AutoFormat()` for the
-    smallest).
+    smallest). Between nodes, regions of 512 KiB and more are divided into chunks, so that one chunk is summed while the
+    next ones are in flight.
 
     Volume: between 2 * 2k(P-1)/P and 2k[(log2(P)/2 + 1)P - 1] words of COO (equation (6); k entries are 2k words), plus
-    3P words for the boundaries. Messages: 2 ceil(log2 P), as in the paper, and at most 2 ceil(log2 P) for averaged
-    boundaries ("even" needs none). Memory: the entries.
+    3P words for the boundaries. Messages: 2 ceil(log2 P), as in the paper (ceil(log2 P) + P - 1 per chunk), and at most
+    2 ceil(log2 P) for averaged boundaries ("even" needs none). Memory: the entries.
 
     Args:
         k: as in `sparsecoll.Algorithm`.
@@ -69,9 +69,11 @@ class DenseStream(Algorithm):
         loss = Loss(channel)
         with channel.phase("repartition"):
             edges = partition.boundaries(channel.transport, x, self.repartition)
-        with channel.phase("split"):
-            whole = channel.merge([x], partial=True)
-            total = reduce_scatter(channel, whole, edges, loss.round, pairs=True)
-        with channel.phase("gather"):
-            value = SparseVector.concatenate(channel.allgather(loss.round(total, x.dtype), k))
+
+        def summed(part: SparseVector) -> pipeline.Program:
+            total = yield from halving.program(channel, part, edges, loss.round, None, pairs=True)
+            return loss.round(total, x.dtype)
+
+        chunks = pipeline.regions(channel, channel.merge([x], partial=True), edges, k, summed)
+        value = SparseVector.concatenate([chunk[rank] for rank in range(channel.size) for chunk in chunks])
         return Reduction(value.astype(x.dtype), partial(loss.subtract_from, x))

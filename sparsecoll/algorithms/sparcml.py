@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
-from sparsecoll.algorithms.primitives import partition
+from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
 from sparsecoll.errors import check_choice
 from sparsecoll.formats import FORMATS
@@ -33,12 +33,12 @@ class SparCML(Algorithm):
     "auto": the variant with the shortest time in the alpha-beta model, at the fill-in of uniform supports.
 
     "recursive_double" and "split_allgather" never send dense windows; otherwise messages are in the format that the
-    call asks for.
+    call asks for. Long vectors are divided into chunks, as in `DenseStream`.
 
     Volume in words of COO, where K is the number of entries of the sum: recursive_double between 2k log2 P and 2k(P-1),
     or 2k(floor(log2 P) + 1) and 2kP if P is not a power of two; split_allgather 2k(P-1)/P + 2K(P-1)/P, between
     4k(P-1)/P and 2k(P-1)(1 + 1/P); dynamic at most (2k + n)(P-1)/P (Ok-Topk, Table 1, TopkDSA). Messages:
-    log2 P (plus 2 if P is not a power of two), or P - 1 + log2 P. Memory: the entries.
+    log2 P (plus 2 if P is not a power of two), or P - 1 + log2 P; per chunk as many, or 2(P - 1). Memory: the entries.
 
     Args:
         k: as in `sparsecoll.Algorithm`.
@@ -67,52 +67,69 @@ class SparCML(Algorithm):
             times = sparcml_seconds(x.length, k, channel.size, self.network or Network())
             variant = min(times, key=lambda name: times[name])
         if variant == "recursive_double":
-            return self._recursive_double(channel.with_format(channel.format.sparse()), x)
+            return self._recursive_double(channel.with_format(channel.format.sparse()), x, k)
         return self._split_allgather(channel, x, k, variant == "dynamic")
 
     # SSAR_Recursive_double
 
-    def _recursive_double(self, channel: Channel, x: SparseVector) -> Reduction:
+    def _recursive_double(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         rank, size = channel.rank, channel.size
         core = 1 << (size.bit_length() - 1)
         loss = Loss(channel)
-        with channel.phase("exchange"):
+
+        def summed(part: SparseVector) -> pipeline.Program:
             if rank >= core:
-                channel.isend(rank - core, x)
-                return Reduction(channel.recv(rank - core).astype(x.dtype), x)
-            total = channel.merge([x], partial=True)
-            if rank + core < size:
-                total = channel.merge([total, channel.recv(rank + core)], partial=True)
+                channel.isend(rank - core, part)
+                for _ in range(core.bit_length()):
+                    yield []  # the steps of the others
+                received: list[SparseVector] = yield [channel.irecv(rank - core)]
+                return received[0].astype(x.dtype)
+            beyond = yield [channel.irecv(rank + core)] if rank + core < size else []
+            total = channel.merge([part, *beyond], partial=True)
             distance = 1
             while distance < core:
                 partner = rank ^ distance
                 sent = loss.round(total, own=rank % distance == 0)  # `distance` ranks have this sum: the first records
                 channel.isend(partner, sent)
-                theirs = channel.recv(partner)
-                pair = [sent, theirs] if rank < partner else [theirs, sent]
-                total = channel.merge(pair, partial=True)
+                [theirs] = yield [channel.irecv(partner)]
+                total = channel.merge([sent, theirs] if rank < partner else [theirs, sent], partial=True)
                 distance *= 2
-            value = total.astype(x.dtype)
+            value: SparseVector = total.astype(x.dtype)
             if size > core:  # some ranks receive the result, rounded
                 value = loss.round(value, own=rank == 0)
             if rank + core < size:
                 channel.isend(rank + core, value)
-        return Reduction(value, partial(loss.subtract_from, x))
+            return value
+
+        chunks = pipeline.chunks_of(channel, x.dtype, k)
+        parts = x.split([x.length * j // chunks for j in range(chunks + 1)])
+        with channel.phase("exchange"):
+            value = SparseVector.concatenate(list(pipeline.interleaved(channel.transport, map(summed, parts))))
+        return Reduction(value, x if rank >= core else partial(loss.subtract_from, x))
 
     # SSAR_Split_allgather, DSAR_Split_allgather
 
     def _split_allgather(self, channel: Channel, x: SparseVector, k: int, dynamic: bool) -> Reduction:
         form = channel.format.sparse_or(FORMATS["dense"]) if dynamic else channel.format.sparse()
         channel = channel.with_format(form)
-        with channel.phase("split"):
-            regions = x.split(partition.boundaries(channel.transport, x, "even"))
-            total = channel.merge(channel.exchange(regions.__getitem__), partial=True)
-        with channel.phase("gather"):
-            gathered = channel.allgather(total.astype(x.dtype), k)
-            value = SparseVector.concatenate([part.astype(x.dtype) for part in gathered])
+        rank, size = channel.rank, channel.size
+        edges, totals = partition.boundaries(channel.transport, x, "even"), list[SparseVector]()
+
+        def summed(part: SparseVector) -> pipeline.Program:
+            regions = part.split(edges)
+            for step in range(1, size):
+                to = (rank + step) % size
+                channel.isend(to, regions[to])
+            others = yield [channel.irecv(source) for source in range(size) if source != rank]
+            totals.append(channel.merge([*others[:rank], regions[rank], *others[rank:]], partial=True))
+            return totals[-1].astype(x.dtype)
+
+        chunks = pipeline.regions(channel, x, edges, k, summed)
+        value = SparseVector.concatenate([chunk[owner].astype(x.dtype) for owner in range(size) for chunk in chunks])
 
         def contributed() -> Vector:
-            arrived = gathered[channel.rank].astype(total.dtype)
+            total = SparseVector.concatenate(totals)
+            arrived = SparseVector.concatenate([chunk[rank].astype(total.dtype) for chunk in chunks])
             return Loss(channel, SparseVector.merge([total, -arrived], total.dtype).drop_zeros()).subtract_from(x)
 
         return Reduction(value, contributed)

@@ -187,15 +187,23 @@ class SimReceive:
     _into: Buffer | None
     _tag: int
     _room: int
+    _message: Buffer | None = None
 
     def wait(self) -> Buffer:
-        """Wait for the message and return it."""
+        """Wait for the message, after those that were expected before it, and return it."""
+        expected = self._transport.expected[self._source]
+        while self._message is None:
+            expected.popleft().receive()
+        return self._message
+
+    def receive(self) -> None:
+        """Wait for the next message from the source."""
         message = self._transport._take(self._source, self._tag)
         self._transport.check_room(self._source, message.size, self._room)
-        if self._into is None or self._into.size != message.size:
-            return message
-        self._into[:] = message
-        return self._into
+        if self._into is not None and self._into.size == message.size:
+            self._into[:] = message
+            message = self._into
+        self._message = message
 
 
 class SimTransport(Transport):
@@ -221,6 +229,7 @@ class SimTransport(Transport):
         self._world = world
         self._costs = costs or Costs()
         self._clock = world.clocks[members[rank]]
+        self.expected: list[deque[SimReceive]] = [deque() for _ in members]  # by source
         self._notified = False  # whether the rank for which this one waits has had a stall notice
         world.ends[context, members[rank]] = self
         self._nodes = [member // world.ranks_per_node for member in members]
@@ -268,7 +277,9 @@ class SimTransport(Transport):
         self._clock.now = max(self._clock.now, self._clock.sent)
 
     def _irecv(self, source: int, into: Buffer | None) -> SimReceive:
-        return SimReceive(self, source, into, self.tag, self.room)
+        request = SimReceive(self, source, into, self.tag, self.room)
+        self.expected[source].append(request)
+        return request
 
     def _wait(self, sources: Collection[int], what: str, stalls: bool) -> int:
         """Wait for a message of one of the sources, which may be in another call if `stalls`; return which one."""
@@ -309,6 +320,8 @@ class SimTransport(Transport):
         self._world.ends[self.context, self.members[peer]]._keep_notice(self.rank, message)
 
     def _until_reports(self, missing: list[int], error: Exception | None) -> Iterator[tuple[int, int, Buffer]]:
+        for expected in self.expected:
+            expected.clear()
         while missing:
             source = self._wait(missing, "the report", False)
             message = self._next(source)

@@ -7,7 +7,7 @@ import pytest
 from cases import support
 
 import sparsecoll
-from sparsecoll import Allgather, Costs, Network, OkTopk, SparseVector, formats, simulate
+from sparsecoll import Allgather, Costs, DenseStream, Network, OkTopk, SparCML, SparseVector, formats, simulate
 from sparsecoll.algorithms.primitives import pipeline
 from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import CallOptions
@@ -17,6 +17,11 @@ from sparsecoll.vector import DenseVector
 N, K = 5000, 400
 CHUNK = 100  # bytes
 MAKERS = {
+    "densestream": DenseStream,
+    "densestream, even": lambda: DenseStream(repartition="even"),
+    "sparcml, dynamic": lambda: SparCML(variant="dynamic"),
+    "sparcml, split": lambda: SparCML(variant="split_allgather"),
+    "sparcml, doubling": lambda: SparCML(variant="recursive_double"),
     "allgather": Allgather,
     "oktopk": OkTopk,
     "oktopk, exact": lambda: OkTopk(exact=True),
@@ -24,6 +29,7 @@ MAKERS = {
     "oktopk, balanced": lambda: OkTopk(balance_factor=1.0, repartition="even"),
     "oktopk, average": lambda: OkTopk(repartition="average"),
 }
+OVERLAPPED = ["allgather", "oktopk", "densestream", "sparcml, dynamic", "sparcml, doubling"]
 
 
 def inputs(name, P, dtype=np.float32):
@@ -50,13 +56,28 @@ def outcome(make, name, P, dtype=np.float32, **options):
 @pytest.mark.parametrize("name", ["random", "one_region", "skewed", "one_rank"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_chunks_change_no_bits(make, name, P, monkeypatch):
-    whole = outcome(make, name, P)
+    form = "packed" if make is DenseStream else "auto"
+    whole = outcome(make, name, P, format=form)
     monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
     assert pipeline.chunks(K * 5 / P, one_node=False) > 3
-    for mine, theirs in zip(outcome(make, name, P), whole, strict=True):
+    for mine, theirs in zip(outcome(make, name, P, format=form), whole, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             for x, y in zip(a, b, strict=True):
                 np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("P", [2, 4, 7])
+@pytest.mark.parametrize("fill", [False, True])
+def test_chunks_of_blocks_change_no_values(fill, P, monkeypatch):
+    """DenseStream's blocks store zeros between entries, which other blocks do not store."""
+    whole, found = [], []
+    for results, chunk_bytes in ((whole, 1 << 18), (found, CHUNK)):
+        monkeypatch.setattr(pipeline, "CHUNK_BYTES", chunk_bytes)
+        results += outcome(partial(DenseStream, fill=fill), "random", P)
+    for mine, theirs in zip(found, whole, strict=True):
+        for (*a, mass), (*b, same) in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(*(SparseVector(*entries, N).to_dense() for entries in (a, b)))
+            np.testing.assert_array_equal(mass, same)
 
 
 @pytest.mark.parametrize("P", [2, 3, 5])
@@ -97,7 +118,7 @@ def test_a_sum_that_is_left_to_the_caller_has_the_same_bits(options, algo, chunk
     simulate(5, program)
 
 
-@pytest.mark.parametrize("make", [Allgather, OkTopk])
+@pytest.mark.parametrize("make", [Allgather, OkTopk, partial(DenseStream, repartition="histogram"), SparCML])
 def test_chunks_change_no_bits_of_rounded_values_and_halves(make, monkeypatch):
     for dtype, options in ((np.float16, {}), (np.float64, {"value_dtype": "float16"}), (np.float32, {"format": "coo"})):
         with monkeypatch.context() as patch:
@@ -115,7 +136,11 @@ def test_messages_on_one_machine_are_not_cut_into_chunks():
     assert simulate(4, lambda comm: comm.transport.one_node, ranks_per_node=2).results == [False] * 4
 
 
-@pytest.mark.parametrize("make", [Allgather, OkTopk])
+@pytest.mark.parametrize(
+    "make",
+    [MAKERS[name] for name in OVERLAPPED],
+    ids=OVERLAPPED,
+)
 def test_work_overlaps_with_messages(make, monkeypatch):
     """Merging that takes as long as the network would double the time if one waited for the other."""
 

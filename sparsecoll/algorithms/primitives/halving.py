@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from sparsecoll.algorithms.primitives.pipeline import Program, interleaved
 from sparsecoll.transport.all_ranks import joined, separated
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector
@@ -41,12 +42,19 @@ def reduce_scatter(
             default, for `Channel.merge`.
         pairs: whether ranks exchange in pairs if P is a power of two.
     """
+    return next(interleaved(channel.transport, [program(channel, x, edges, round, merge, pairs)]))
+
+
+def program(
+    channel: Channel, x: SparseVector, edges: Sequence[int], round: Round, merge: Merge | None, pairs: bool
+) -> Program:
+    """Return the program of `reduce_scatter`, whose steps may be interleaved with others."""
     transport = channel.transport
     for to, source, sent, own, arriving in _schedule(channel.rank, channel.size, pairs):
         blocks = [channel.encode(round(part)) for part in _split(x, edges, sent)]
         transport.isend(to, blocks[0] if len(blocks) == 1 else joined(blocks))
         rest = SparseVector.concatenate(_split(x, edges, own))
-        message = transport.recv(source)
+        [message] = yield [transport.irecv(source)]
         count = len(_ranges(arriving, channel.size))
         arrived = [message] if count == 1 else separated(message, count)
         parts = [channel.decode(block) for block in arrived]

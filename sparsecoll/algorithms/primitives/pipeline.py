@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import chain, pairwise, repeat
+from typing import Any
+
+import numpy as np
 
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.channel import Channel, VectorRequest
 from sparsecoll.vector import SparseVector
+
+Program = Generator[list[Any], Any, SparseVector]  # sends, yields its requests, and is sent what has arrived
 
 CHUNK_BYTES = 1 << 18  # smallest chunk
 MAX_CHUNKS = 16  # per message
@@ -21,6 +27,12 @@ def chunks(size: float, one_node: bool) -> int:
     It is 1 between ranks on one machine, where the processors that sum also copy the messages.
     """
     return 1 if one_node else int(min(max(size // CHUNK_BYTES, 1), MAX_CHUNKS))
+
+
+def chunks_of(channel: Channel, dtype: np.dtype[Any], entries: float) -> int:
+    """Return the number of chunks of messages of about so many entries; 1 in lossy formats, which round a message."""
+    whole = channel.size == 1 or channel.format.lossy or channel.width
+    return 1 if whole else chunks(entries * (dtype.itemsize + 1), channel.transport.one_node)
 
 
 def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator[list[SparseVector]]:
@@ -51,3 +63,51 @@ def allgather(channel: Channel, parts: Iterable[SparseVector]) -> Iterator[list[
     for arrived in run(channel.transport, stages()):
         vectors = [channel.decode(own.popleft()), *arrived]  # those of rank, rank - 1, ...
         yield [vectors[(rank - source) % size] for source in range(size)]
+
+
+def interleaved(transport: Transport, programs: Iterable[Program]) -> Iterator[SparseVector]:
+    """Yield what programs return, in their order: while one waits for a message, the next ones compute and send.
+
+    All ranks run the same programs, each of which yields its requests the same number of times.
+    """
+    waiting: list[tuple[Program, list[Any] | None]] = []  # the last one first
+    for program in chain(programs, repeat(None)):
+        if program is None and not waiting:
+            return
+        turns, waiting = [*([] if program is None else [(program, None)]), *waiting], []
+        for one, requests in turns:
+            try:
+                waiting.append((one, one.send(requests and [request.wait() for request in requests])))
+            except StopIteration as end:
+                yield end.value
+            transport.progress()
+
+
+def regions(
+    channel: Channel, x: SparseVector, edges: list[int], k: int, reduce_scatter: Callable[[SparseVector], Program]
+) -> list[list[SparseVector]]:
+    """Return the sums of all regions, one chunk of each after the other, as every rank receives them.
+
+    Args:
+        x: this rank's entries.
+        edges: P + 1 boundaries of the regions.
+        k: about the number of entries of each rank, the same on all ranks.
+        reduce_scatter: program that returns this rank's region of the sum of vectors.
+
+    Returns:
+        For each chunk, the sums of its part of each region, by rank.
+    """
+    size = channel.size
+    count = chunks_of(channel, x.dtype, k / size)
+    pieces = x.split([*(a + (b - a) * j // count for a, b in pairwise(edges) for j in range(count)), edges[-1]])
+    parts = [SparseVector.concatenate(pieces[j::count]) for j in range(count)] if count > 1 else [x]
+
+    def sums() -> Iterator[SparseVector]:
+        found = interleaved(channel.transport, map(reduce_scatter, parts))
+        for _ in parts:
+            with channel.phase("split"):
+                region = next(found)
+            yield region
+
+    with channel.phase("gather"):
+        return [channel.allgather(one, k) for one in sums()] if count == 1 else list(allgather(channel, sums()))
