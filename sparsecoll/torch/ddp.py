@@ -55,8 +55,8 @@ class HookState(Copied):
     Args:
         comm: DDP's process group, or an mpi4py intracommunicator with its ranks in the same order; None, the default,
             for the default process group.
-        compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, except COVAP, which needs to know all
-            buckets, or a sparsecoll.Algorithm object, which then sums the top k (default: "topk").
+        compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or a sparsecoll.Algorithm object, which
+            then sums the top k (default: "topk"). COVAP sends all until it has seen DDP's last buckets, for two steps.
         named_parameters: the model, its DistributedDataParallel, or pairs (name, parameter), for names in `state_dict`
             and errors; without them parameters are numbered as DDP passes them, and no state can be loaded.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
@@ -88,11 +88,6 @@ class HookState(Copied):
     ) -> None:
         self.transport = communicator(comm, timeout)
         own, options = as_compressor(compressor), Options(verify=verify, timeout=timeout)
-        if own.needs_all_buckets:
-            raise ValueError(
-                f"compressor: expected one that works bucket by bucket, as DDP does, got {own.name!r},"
-                " which needs the lengths of all buckets"
-            )
         self._timeout, self._scaler = timeout, enabled(grad_scaler)
         wrapped = isinstance(named_parameters, torch.nn.parallel.DistributedDataParallel)
         self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
@@ -103,6 +98,8 @@ class HookState(Copied):
         self._names = {id(p): name for name, p in self._params.items()}
         self._named = len(self._names)  # those that come later are numbered
         self._buckets = Buckets(own, self._replica)
+        self._needs_lengths = own.needs_all_buckets
+        self._lengths: tuple[int, ...] = ()  # of the buckets of the last back-propagation
         self._complete = False  # whether all parameters of DDP are known
         self._failed: Exception | None = None  # raised by a bucket of this back-propagation, on all ranks
         self._joined = self._left = False  # whether any rank, and this one, had no data in the last reduction
@@ -153,13 +150,18 @@ class HookState(Copied):
         """Return the memory and the compressor of a bucket; collective if DDP has put other parameters into it."""
         params = {self._name(p): p for p in bucket.parameters()}
         index, names = self._reduced - 1, tuple(params)
-        if index < len(self._buckets) and self._buckets[index][0].layout.names == names:
-            return self._buckets[index]
+        rows = bucket.buffer().is_sparse  # DDP puts such a parameter into a bucket of its own
+        length = 0 if rows else int(bucket.buffer().numel())
+        lengths = (0,) * index + (length,)
+        if self._needs_lengths:
+            lengths = self._lengths if self._lengths[index : index + 1] == (length,) else (*lengths, -1)
+        if index < len(self._buckets):
+            layout = self._buckets[index][0].layout
+            if (layout.names, layout.lengths) == (names, lengths):
+                return self._buckets[index]
         self._check_group()
         self._buckets.release(index)  # those of before DDP has rebuilt all of them, if it has
         shapes, values = tuple(tuple(p.shape) for p in params.values()), bucket.buffer()
-        rows = values.is_sparse  # DDP puts such a parameter into a bucket of its own
-        lengths = (0,) * index + (0 if rows else int(values.numel()),)
         dtype, device = residual_dtype(values.dtype), device_of(values)
         layout = Layout(index, lengths, names, shapes, dtype, device, rows=rows)
         with CollectiveCall(self.transport, "bind", self._timeout):
@@ -259,6 +261,7 @@ class HookState(Copied):
         row = Row(self._replica.context.step, JOINED * joined, {})
         with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
             outcome = row.exchange(self.transport)
+        self._lengths = tuple(bucket.layout.length for bucket, _ in self._buckets)[: self._reduced]
         self._joined, self._left, self._reduced = outcome.joined, joined, 0
         self._complete = True
         if joined and outcome.step is not None:  # this rank's optimizer does not step, but others do
@@ -306,9 +309,9 @@ class HookState(Copied):
 
         DDP rebuilds its buckets after its first back-propagation, or after the second one with `static_graph=True`, and
         never with `find_unused_parameters=True`. To continue bit for bit, let it do so before you load a state: call
-        `backward()` of any batch, `discard()` and `zero_grad()`, then load the states of model, optimizer and hook.
-        Otherwise the first step has the initial buckets, in which most compressors send other entries or codes; no
-        gradient is lost.
+        `backward()` of any batch (with COVAP, of two), `discard()` and `zero_grad()`, then load the states of model,
+        optimizer and hook. Otherwise the first step has the initial buckets, in which most compressors send other
+        entries or codes; no gradient is lost.
 
         Args:
             state: a state that this rank saved.

@@ -144,7 +144,33 @@ def test_the_ddp_hooks_residuals_are_saved_by_name(process_group):
         states[1].load_state_dict({**saved, "rank": comm.size})
 
 
-@pytest.mark.parametrize("compressor", ["covap", COVAP(3)])
-def test_covap_in_the_ddp_hook_is_refused(compressor):
-    with pytest.raises(ValueError, match="expected one that works bucket by bucket"):
-        HookState(None, compressor)
+@pytest.mark.parametrize("I", [2, 3])
+def test_covap_in_the_ddp_hook_sends_its_buckets_in_turn(process_group, I):
+    """All are sent until DDP has made its last buckets, and they are known: for two steps. Then Definition 1 holds."""
+    comm = process_group
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(300, 300) for _ in range(5)]  # 360 kB each
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.3)
+    state = HookState(None, COVAP(I, start=1.0), model)
+    model.register_comm_hook(state, comm_hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)  # the gradients stay the same
+    moved, means = [], []
+    for _ in range(2 + 2 * I):
+        optimizer.zero_grad()
+        before = state.transport.traffic.total.bytes_received
+        model(torch.full((2, 300), 1.0 + comm.rank)).sum().backward()
+        moved.append(state.transport.traffic.total.bytes_received - before)
+        means.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    whole, P = 5 * (300 * 300 + 300) * 4, comm.size
+    assert all(2 * whole * (P - 1) / P <= sent <= 2 * whole * (P - 1) / P + 20_000 for sent in moved[:2])
+    assert sum(moved[2 : 2 + I]) <= 2 * whole * (P - 1) / P + 20_000 * I and max(moved[2:]) < 0.8 * min(moved[:2])
+    for before, *after in zip(means[1], *means[2:], strict=True):
+        sent = [mean for mean in after if mean.any()]
+        assert 1 <= len(sent) <= 2 * I
+        torch.testing.assert_close(sum(after), len_of(after) * before, rtol=1e-4, atol=1e-5)
+
+
+def len_of(means):
+    """The number of steps whose gradients have been sent: up to the last mean that is not zero."""
+    return max(number for number, mean in enumerate(means, 1) if mean.any())

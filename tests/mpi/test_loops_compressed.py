@@ -40,9 +40,7 @@ def head(step, rank, last):
     return "b" if (step % 4 == 1) or (step % 4 == 2 and rank == last) else "a"
 
 
-@pytest.mark.parametrize(
-    ("way", "name"), in_turn((n, [OVERLAP, LOCAL] if n == "covap" else [OVERLAP, LOCAL, HOOK]) for n in CONSERVING)
-)
+@pytest.mark.parametrize(("way", "name"), [*in_turn((n, [OVERLAP, LOCAL, HOOK]) for n in CONSERVING), (HOOK, "covap")])
 def test_layers_in_turn_lose_nothing(comm, way, name):
     options = {"find_unused_parameters": True} if way == HOOK else {}
     run = Run(way, comm, two_heads, plain_sgd, CONSERVING[name], **options)

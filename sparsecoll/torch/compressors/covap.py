@@ -75,7 +75,9 @@ class COVAP(ErrorFeedback):
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
         self._interval = self.interval if self.backward_seconds is None else self._chosen(transport)
-        median = max(float(np.median([length for length in layout.lengths if length] or [1])), 1.0)
+        if min(layout.lengths) < 0:
+            self._interval = 1
+        median = max(float(np.median([length for length in layout.lengths if length > 0] or [1])), 1.0)
         counts = [min(max(int(length // median), 1), self._interval) for length in layout.lengths]
         parts, length = counts[layout.index], layout.length
         shards = pairwise(length * j // parts for j in range(parts + 1))
