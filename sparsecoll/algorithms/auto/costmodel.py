@@ -100,10 +100,6 @@ class Shape:
             found.append(Message(32 + size, encode, decode))
         return min(found, key=lambda m: self.network.beta * m.bytes + m.encode + m.decode)
 
-    def sent(self, message: Message) -> float:
-        """Return the seconds from encoding a message to having decoded it."""
-        return self.network.alpha + self.network.beta * message.bytes + message.encode + message.decode
-
     def merging(self, entries: float, share: float = 1.0, parts: int = 2) -> float:
         """Return the seconds to sum sparse vectors."""
         if parts <= 2:
@@ -136,20 +132,19 @@ def fastest(
 
 def seconds(shape: Shape) -> dict[str, float]:
     """Return the predicted seconds of each of CHOICES, without the comparison of arguments."""
-    gathered = _gathered(shape)
     return {
         "dense": _dense(shape),
         "allgather": _allgather(shape),
         "recursive_double": _doubling(shape),
-        "dynamic": _split(shape) + gathered,
-        "halving": _halving(shape) + gathered,
+        "dynamic": _by_regions(shape, 1, *_split(shape)),
+        "halving": _by_regions(shape, rounds(shape.P), *_halving(shape)),
         "oktopk": _oktopk(shape),
     }
 
 
-def _overlapped(link: float, work: float, stages: int) -> float:
-    """Return the seconds of messages and of work, which overlap except in the first and the last stage."""
-    return max(link, work) + min(link, work) / stages
+def _overlapped(link: float, work: float, stages: int, steps: int = 1) -> float:
+    """Return the seconds of messages and of work, which overlap except in the first and the last stage of each step."""
+    return max(link, work) + min(link, work) * min(steps / stages, 1)
 
 
 def _dense(shape: Shape) -> float:
@@ -168,42 +163,51 @@ def _allgather(shape: Shape) -> float:
     return rounds(P) * shape.network.alpha + _overlapped(shape.network.beta * own.bytes * (P - 1), work, stages)
 
 
-def _split(shape: Shape) -> float:
-    """Return the seconds in which the entries of every region go to its owner and are summed there."""
+def _by_regions(shape: Shape, steps: int, waits: float, link: float, work: float) -> float:
+    """Return the seconds in which regions are summed, in steps of the given seconds, and their sums go to all ranks."""
+    P, total = shape.P, shape.entries(shape.P)
+    part = shape.message(total / P, 1 / P)
+    stages = chunks(shape.k * (shape.value_bytes + 1) / P, shape.one_node)
+    link += shape.network.beta * part.bytes * (P - 1)
+    work += part.encode + P * part.decode + CONCATENATE * total + (stages - 1) * 2 * P * STAGE_CALLS * CALL
+    return waits + rounds(P) * shape.network.alpha + _overlapped(link, work, stages, steps + 1)
+
+
+def _split(shape: Shape) -> tuple[float, float, float]:
+    """Return the seconds of waits, links and work in which the entries of every region are summed by its owner."""
     P, share = shape.P, 1 / shape.P
     part = shape.message(shape.k / P, share)
     work = (P - 1) * (part.encode + part.decode) + shape.merging(shape.k, share, P)
-    return shape.waits(P - 1) + shape.network.beta * part.bytes * (P - 1) + work
+    return shape.waits(P - 1), shape.network.beta * part.bytes * (P - 1), work
 
 
-def _gathered(shape: Shape) -> float:
-    """Return the seconds in which the summed regions go to all ranks."""
-    P, total = shape.P, shape.entries(shape.P)
-    part = shape.message(total / P, 1 / P)
-    work = part.encode + P * part.decode + CONCATENATE * total
-    return rounds(P) * shape.network.alpha + shape.network.beta * part.bytes * (P - 1) + work
+def _halving(shape: Shape) -> tuple[float, float, float]:
+    """Return the same by recursive halving."""
+    P, link, work, summed = shape.P, 0.0, 0.0, 1
+    for step in reversed(range(rounds(P))):
+        share = (min(2 ** (step + 1), P) - 2**step) / P
+        entries = shape.entries(summed) * share
+        message = shape.message(entries, share)
+        link += shape.network.beta * message.bytes
+        work += message.encode + message.decode + shape.merging(2 * entries, share)
+        summed *= 2
+    return rounds(P) * shape.network.alpha, link, work
 
 
 def _doubling(shape: Shape) -> float:
     core = 1 << (shape.P.bit_length() - 1)
-    took = 0.0
+    sent, work = list[Message](), 0.0
     if core < shape.P:
-        ends = [shape.message(shape.entries(ranks)) for ranks in (1, shape.P)]
-        took = sum(shape.sent(message) for message in ends) + shape.merging(2 * shape.k)
+        sent += [shape.message(shape.entries(ranks)) for ranks in (1, shape.P)]
+        work += shape.merging(2 * shape.k)
     for step in range(core.bit_length() - 1):
         entries = shape.entries(2**step * shape.P / core)
-        took += shape.sent(shape.message(entries)) + shape.merging(2 * entries) + CALL + CONCATENATE * entries
-    return took
-
-
-def _halving(shape: Shape) -> float:
-    P, took, summed = shape.P, 0.0, 1
-    for step in reversed(range(rounds(P))):
-        share = (min(2 ** (step + 1), P) - 2**step) / P
-        entries = shape.entries(summed) * share
-        took += shape.sent(shape.message(entries, share)) + shape.merging(2 * entries, share)
-        summed *= 2
-    return took
+        sent.append(shape.message(entries))
+        work += shape.merging(2 * entries) + CALL + CONCATENATE * entries
+    stages = chunks(shape.k * (shape.value_bytes + 1), shape.one_node)
+    link = shape.network.beta * sum(message.bytes for message in sent)
+    work += sum(m.encode + m.decode + (stages - 1) * STAGE_CALLS * CALL for m in sent)
+    return len(sent) * shape.network.alpha + _overlapped(link, work, stages, len(sent))
 
 
 def _oktopk(shape: Shape) -> float:
