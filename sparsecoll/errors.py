@@ -34,9 +34,10 @@ def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
         raise ValueError(f"{argument}: expected one of {', '.join(choices)}, got {value!r}")
 
 
-def check_integer(argument: str, value: object, least: int) -> None:
-    """Raise unless the value of an argument is an integer of at least `least`."""
+def check_integer(argument: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise unless the value of an argument is an integer of at least `least` and at most `most`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{argument}: expected an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{argument}: expected at least {least}, got {value}")
+    if value < least or (most is not None and value > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{argument}: expected {expected}, got {value}")

@@ -84,10 +84,7 @@ class Residual:
                 residual; the residual is as before.
         """
         check_part("contributed", contributed, self._acc)
-        if isinstance(contributed, SparseVector):
-            self._acc.subtract_at(contributed)
-        else:
-            self.array[:] -= contributed.values
+        self._acc.subtract_at(contributed)
 
     def take(self, gradient: NDArray[Any], selector: Selector, k: int, scale: float = 1.0) -> SparseVector:
         """Add scale * gradient, select about k entries and clear them, in one pass if the selector allows it.

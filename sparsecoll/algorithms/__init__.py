@@ -59,6 +59,5 @@ def as_algorithm(algo: str | Algorithm, rows: bool = False) -> Algorithm:
     if not isinstance(algo, str):
         cure = ", an operation of mpi4py: use op=" if type(algo).__module__ == "mpi4py.MPI" else ""
         raise TypeError(f"algo: expected a name or an Algorithm object, got {type(algo).__name__}{cure}")
-    if algo not in names:
-        check_choice("algo", algo, names)
+    check_choice("algo", algo, names)
     return names[algo]()

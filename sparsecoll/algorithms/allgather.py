@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.algorithms.base import Algorithm, Reduction
-from sparsecoll.algorithms.primitives import pipeline
+from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.all_ranks import allgatherv
 from sparsecoll.transport.call import AGREEMENT_BYTES
@@ -61,7 +61,7 @@ class Allgather(Algorithm):
 
     @staticmethod
     def _pipelined(channel: Channel, x: SparseVector, k: int, stages: int) -> Reduction:
-        parts = x.split([x.length * j // stages for j in range(stages + 1)])
+        parts = x.split(partition.even(x.length, stages))
         with channel.phase("gather"):
             arriving = pipeline.allgather(channel, parts)
             if channel.deferred:

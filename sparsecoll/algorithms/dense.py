@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ class Dense(Algorithm):
     takes_ops = True
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
-        marked = _adds_as_it_is(channel, x.dtype)
+        marked = x.dtype.char in "fd" and channel.op.sums and not channel.rounds(x.dtype)  # added in their own dtype
         if isinstance(x, DenseVector):
             local = x
         elif marked:
@@ -75,11 +74,6 @@ class Dense(Algorithm):
             assert isinstance(reduction.value, DenseVector)
             reduction.value = reduction.value.select_mask(bits)
         return reduction
-
-
-def _adds_as_it_is(channel: Channel, dtype: np.dtype[Any]) -> bool:
-    """Return whether values are added in their own dtype, which is of floats that processors add."""
-    return dtype.char in "fd" and channel.op.sums and not channel.rounds(dtype)
 
 
 def sum_of_chunk(channel: Channel, x: DenseVector, edges: list[int]) -> DenseVector:

@@ -74,7 +74,10 @@ class Hierarchical(Algorithm):
             nodes = node_members(channel.transport)
         mine = next(members for members in nodes if channel.rank in members)
         if channel.rank != mine[0]:
-            return self._follow(channel, x, mine[0])
+            with channel.phase("inside"):
+                channel.with_format(FORMATS["coo"]).isend(mine[0], x)
+                message, bits = separated(channel.transport.recv(mine[0]), 2)
+            return Reduction(channel.decode(message).astype(x.dtype), x.select_mask(bits))
         with channel.phase("inside"):
             parts = [x, *(channel.recv(rank) for rank in mine[1:])]
             total = channel.merge(parts, partial=True)
@@ -92,11 +95,3 @@ class Hierarchical(Algorithm):
             return Loss(channel, total.intersect(contributed), -contributed).subtract_from(x.intersect(contributed))
 
         return Reduction(value.astype(x.dtype), share)
-
-    @staticmethod
-    def _follow(channel: Channel, x: SparseVector, first: int) -> Reduction:
-        """Run a rank that is not the first one of its node."""
-        with channel.phase("inside"):
-            channel.with_format(FORMATS["coo"]).isend(first, x)
-            message, bits = separated(channel.transport.recv(first), 2)
-        return Reduction(channel.decode(message).astype(x.dtype), x.select_mask(bits))

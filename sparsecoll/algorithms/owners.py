@@ -20,7 +20,6 @@ from sparsecoll.kernels.memory import to_host
 from sparsecoll.select import Selector
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.network import Network
 from sparsecoll.vector import RowSparse, SparseVector
 from sparsecoll.vector.rows import hash_owners
 
@@ -106,17 +105,6 @@ def split(owners: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
     return [order[a:b] for a, b in pairwise(ends.tolist())]
 
 
-def gather_seconds(P: int, total: float, network: Network) -> float:
-    """Return the predicted seconds of `Allgather` for rows of `total` bytes on all ranks together."""
-    return rounds(P) * network.alpha + total * (network.beta * (P - 1) / P + BYTE)
-
-
-def owners_seconds(P: int, total: float, union: float, network: Network) -> float:
-    """Return the predicted seconds of `RowOwners`, whose sum has rows of `union` bytes."""
-    waits = (1 + rounds(P)) * network.alpha + (P - 2) * OVERHEAD
-    return waits + (total / P + union) * (network.beta * (P - 1) / P + BYTE) + total / P * BYTE
-
-
 @dataclass
 class RowAuto(RowAlgorithm):
     """Runs `RowGather` or `RowOwners(owner)`, whichever the alpha-beta model predicts to be faster.
@@ -142,7 +130,10 @@ class RowAuto(RowAlgorithm):
     def __call__(self, channel: Channel, x: RowSparse, k: int) -> Reduction:  # type: ignore[override]
         row_bytes = x.d * wire_dtype(x.dtype, channel.value_dtype).stored.itemsize + 1.5
         P, total, network = channel.size, sum(channel.held) * row_bytes, channel.transport.network
-        union = min(max(DISTINCT * total, k * row_bytes), x.n * row_bytes)
-        gathers = P == 1 or gather_seconds(P, total, network) <= owners_seconds(P, total, union, network)
-        chosen = Allgather() if gathers else RowOwners(self.owner)
+        union = min(max(DISTINCT * total, k * row_bytes), x.n * row_bytes)  # bytes of the rows of the sum
+        byte = network.beta * (P - 1) / P + BYTE  # seconds
+        gather = rounds(P) * network.alpha + total * byte
+        waits = (1 + rounds(P)) * network.alpha + (P - 2) * OVERHEAD
+        owners = waits + (total / P + union) * byte + total / P * BYTE
+        chosen = Allgather() if P == 1 or gather <= owners else RowOwners(self.owner)
         return chosen(channel, x, k)  # type: ignore[arg-type]

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.algorithms.primitives.halving import reduce_scatter
-from sparsecoll.algorithms.primitives.partition import shares
+from sparsecoll.algorithms.primitives.partition import even, shares
 from sparsecoll.select import Vector, topk
-from sparsecoll.select.base import check_order
+from sparsecoll.select.base import check_order, checked
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
+from sparsecoll.vector import SparseVector, accumulator_dtype
 
 
 @dataclass
@@ -49,23 +49,14 @@ class SparDL(Algorithm):
         """Select the top k/P of each block."""
         if self.selector is not None:
             return super().select(x, k)
-        parts = []
-        for (start, stop), share in zip(
-            pairwise(self._edges(x.length, ranks)), shares(k, ranks, self._calls), strict=True
-        ):
-            if isinstance(x, DenseVector):
-                part = topk(x.slice(start, stop), share).shifted(start, x.length)
-            else:
-                part = topk(x.split([start, stop])[0], share)
-            parts.append(part)
-        return SparseVector.concatenate(parts)
-
-    @staticmethod
-    def _edges(length: int, blocks: int) -> list[int]:
-        return [length * j // blocks for j in range(blocks + 1)]
+        edges = even(x.length, ranks)
+        if isinstance(x, SparseVector):
+            return checked(self._largest(x, edges, k))
+        blocks = zip(pairwise(edges), shares(k, ranks, self._calls), strict=True)
+        return SparseVector.concatenate([topk(x.slice(a, b), share).shifted(a, x.length) for (a, b), share in blocks])
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
-        edges, loss = self._edges(x.length, channel.size), Loss(channel)
+        edges, loss = even(x.length, channel.size), Loss(channel)
 
         def truncate(part: SparseVector) -> SparseVector:
             return loss.truncate(part, self._largest(part, edges, k))

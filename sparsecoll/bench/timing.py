@@ -32,8 +32,8 @@ from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.kernels import host_kernels
 from sparsecoll.telemetry import trace
-from sparsecoll.transport import Transport, as_transport, simulate, traffic
-from sparsecoll.transport.all_ranks import allgather
+from sparsecoll.transport import as_transport, simulate, traffic
+from sparsecoll.transport.all_ranks import allgather, barrier
 from sparsecoll.transport.network import Network
 from sparsecoll.vector import SparseVector
 
@@ -238,12 +238,6 @@ def runner(comm: Any, call: Call) -> Run:
         return moved.bytes_sent, moved.bytes_received, moved.messages_sent, getattr(value, "nnz", vector.size)
 
     return sparse
-
-
-def barrier(transport: Transport) -> None:
-    """Wait until all ranks have come."""
-    allgather(transport, np.zeros(1, np.uint8))
-    transport.waitall()
 
 
 def _reset_peak_memory() -> None:

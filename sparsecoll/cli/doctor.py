@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll._version import __version__
-from sparsecoll.cli.job import TORCHRUN, joined, under_torchrun
+from sparsecoll.cli.job import joined, under_torchrun
 from sparsecoll.cli.network import measured_network
 from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.kernels import CHOICES, host_kernels, threads
@@ -177,7 +177,7 @@ def _ranks(comm: Any) -> Iterator[Finding]:
     if variable == "SLURM_STEP_NUM_TASKS":
         advice = "start it with srun --mpi=pmix (or pmi2), or with mpirun in the allocation"
     elif variable == "WORLD_SIZE":
-        missing = [name for name in TORCHRUN if name not in os.environ]
+        missing = [name for name in launcher.MEETING if name not in os.environ]
         lacking = f"{', '.join(missing)} in the environment" if missing else "torch that can be imported"
         advice = f"the ranks cannot meet without {lacking}: start them with torchrun"
     elif _lacking("mpi4py"):
@@ -219,13 +219,11 @@ def _kernels() -> Iterator[Finding]:
 
 def _kernel_threads(comm: Any) -> Iterator[Finding]:
     count, here = threads.allowed(), _ranks_here(comm)
-    oversubscribed = count > 1 and count * here > (os.cpu_count() or 1)
-    advice = f"{here} ranks of {count} threads share cores: unset {threads.VARIABLE}" if oversubscribed else ""
+    fits = count == 1 or count * here <= (os.cpu_count() or 1)
+    advice = f"{here} ranks of {count} threads share cores: unset {threads.VARIABLE}"
     unknown = threads.VARIABLE not in os.environ and threads.local_ranks() is None
     source = "; no launcher says how many ranks this node has" if unknown else ""
-    yield Finding(
-        "threads of kernels", f"{count} of {threads.cores()} cores{source}", WORSE if oversubscribed else GOOD, advice
-    )
+    yield _judged("threads of kernels", f"{count} of {threads.cores()} cores{source}", fits, advice)
 
 
 def _gpu(comm: Any) -> Iterator[Finding]:

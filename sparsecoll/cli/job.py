@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from sparsecoll.transport import default_comm, launcher
-
-TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the environment variables by which its ranks meet
 
 
 @contextlib.contextmanager
@@ -30,8 +27,7 @@ def joined() -> Iterator[Any]:
 
 def under_torchrun() -> bool:
     """Return whether torchrun has started this process, and PyTorch is there."""
-    started = launcher.processes()[0] == "WORLD_SIZE" and all(name in os.environ for name in TORCHRUN)
-    return started and importlib.util.find_spec("torch") is not None
+    return launcher.by_torchrun() and importlib.util.find_spec("torch") is not None
 
 
 def check_mpi4py() -> None:

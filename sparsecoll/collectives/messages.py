@@ -40,16 +40,13 @@ def packed(options: CallOptions, x: Any) -> Buffer:
 
 def pack(options: CallOptions, entries: SparseVector, back: Back) -> Buffer:
     """Return a vector, or rows, as one message."""
-    end = _description([entries.shape if entries.width else entries.length, entries.dtype.name, convert.to_text(back)])
+    fields = [entries.shape if entries.width else entries.length, entries.dtype.name, convert.to_text(back)]
+    text = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    end = np.frombuffer(text + len(text).to_bytes(SIZE_BYTES, "little"), np.uint8)
     form = PACKED if entries.width else options.wire_format
     message = form.encode(entries, options.wire_dtype, room=end.size)
     message[message.size - end.size :] = asarray_like(end, message)
     return message
-
-
-def _description(fields: list[Any]) -> Buffer:
-    text = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return np.frombuffer(text + len(text).to_bytes(SIZE_BYTES, "little"), np.uint8)
 
 
 def unpack(message: Buffer) -> Any:

@@ -341,13 +341,12 @@ def holds_zeros(x: SparseVector, wire: WireDtype) -> bool:
     return rounded(x, wire.name).has_zeros()
 
 
-def nonzero_entries(values: NDArray[Any], first: int, nnz: int, length: int) -> SparseVector:
-    """Return the nonzeros of values at index first, first + 1, ...; raise CommunicationError if more than nnz are."""
-    offsets, nonzeros = kernels_of(values).select_at_least(values, 1, nnz)
-    if offsets.size > nnz:
-        raise CommunicationError(f"message: {offsets.size} nonzeros where the header says {nnz}")
-    index = index_dtype(length)
-    return SparseVector.from_sorted_unchecked(offsets.astype(index, copy=False) + index.type(first), nonzeros, length)
+def nonzeros_of(values: NDArray[Any], nnz: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return positions and values of what is not zero; raise CommunicationError if that is more than nnz values."""
+    positions, nonzeros = kernels_of(values).select_at_least(values, 1, nnz)
+    if positions.size > nnz:
+        raise CommunicationError(f"message: {positions.size} nonzeros where the header says {nnz}")
+    return positions, nonzeros
 
 
 def first_index(x: SparseVector) -> int:

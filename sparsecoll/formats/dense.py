@@ -7,16 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import (
-    HEADER,
-    Buffer,
-    Encoding,
-    Format,
-    WireDtype,
-    first_index,
-    holds_zeros,
-    nonzero_entries,
-)
+from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, first_index, holds_zeros, nonzeros_of
 from sparsecoll.formats.bitmap import BitmapFormat
 from sparsecoll.vector import SparseVector
 
@@ -48,11 +39,13 @@ class DenseFormat(Format):
         return HEADER.size + 8 + x.extent * wire.stored.itemsize
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, _, nnz = self.read_header(buffer, length)
+        wire, index, nnz = self.read_header(buffer, length)
         if buffer.size < 24 or (buffer.size - 24) % wire.stored.itemsize:
             raise CommunicationError(f"message: a dense message cannot have {buffer.size} bytes")
         first = int(buffer[16:24].view(np.uint64)[0])
         values = wire.unpack(buffer[24:].view(wire.stored))
         if first + values.size > length:
             raise CommunicationError(f"message: {values.size} dense values from {first} on do not fit length {length}")
-        return nonzero_entries(values, first, nnz, length)
+        offsets, nonzeros = nonzeros_of(values, nnz)
+        indices = offsets.astype(index, copy=False) + index.type(first)
+        return SparseVector.from_sorted_unchecked(indices, nonzeros, length)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, holds_zeros, wire_dtype
+from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, holds_zeros, nonzeros_of, wire_dtype
 from sparsecoll.formats.packed import PackedFormat
 from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.memory import asarray_like, empty
@@ -105,9 +105,7 @@ class DenseStreamFormat(Format):
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self.read_header(buffer, length)
         starts, lengths, values = self._read_blocks(buffer, length, wire)
-        positions, nonzeros = kernels_of(values).select_at_least(values, 1, nnz)
-        if positions.size > nnz:
-            raise CommunicationError(f"message: {positions.size} nonzeros where the header says {nnz}")
+        positions, nonzeros = nonzeros_of(values, nnz)
         indices = kernels_of(starts).block_indices(starts, lengths, positions)
         return SparseVector.from_sorted_unchecked(indices.astype(index), nonzeros, length)
 

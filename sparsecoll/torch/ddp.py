@@ -20,7 +20,7 @@ from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import enabled
 from sparsecoll.torch.reduction.rows import RowBucket, nan_rows
-from sparsecoll.torch.reduction.state import UNNAMED, Copied
+from sparsecoll.torch.reduction.state import UNNAMED
 from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import JOINED, Options, Row, agreed, agreeing, communicator
 from sparsecoll.torch.replica.replica import Replica
@@ -34,7 +34,7 @@ from sparsecoll.transport.progress import in_background
 logger = logging.getLogger(__name__)
 
 
-class HookState(Copied):
+class HookState:
     """The state of `comm_hook`.
 
     Residuals belong to parameters, not to buckets, so that nothing is lost when DDP rebuilds its buckets. They change
@@ -108,6 +108,18 @@ class HookState(Copied):
         self._steps.follow_optimizers(own, warns=self.transport.rank == 0)
         self._watched: set[str] = set()  # parameters with a hook on their gradients
         self._task = -1  # back-propagation in which it was called last
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps the state, without a communicator."""
+        return {"_saved": self.state_dict()}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_saved" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise RuntimeError(
+            f"A copied or loaded {type(self).__name__} has no communicator: make a new one with the options of the"
+            " old one, and call load_state_dict(copy.state_dict()) of it on every rank."
+        )
 
     def _check_group(self) -> None:
         dist = torch.distributed

@@ -60,6 +60,12 @@ def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([gathered[size - rank :], gathered[: size - rank]])
 
 
+def barrier(transport: Transport) -> None:
+    """Wait until all ranks have come here."""
+    allgather(transport, np.zeros(1, np.uint8))
+    transport.waitall()
+
+
 def node_members(transport: Transport) -> list[list[int]]:
     """Return the ranks on each node, ascending; nodes are ordered by their first rank. The first call is collective."""
     if transport.nodes is None:

@@ -40,6 +40,7 @@ class Transport(ABC):
         traffic: counters, see `sparsecoll.Traffic`.
         timeout: seconds a receive waits before it raises CommunicationError; None for no limit, with a warning once a
             minute that names the rank waited for.
+        chunk: bytes that one call of MPI or of the system sends or receives at most; they refuse more.
         room: bytes of a message that is received, at most; a longer one is refused before there is memory for it.
         threads: whether calls may run in a thread of their own.
         virtual: whether time is modelled.
@@ -64,6 +65,7 @@ class Transport(ABC):
         cure: what to do then.
     """
 
+    chunk = 1 << 30
     room = ANY
     threads = False
     virtual = False

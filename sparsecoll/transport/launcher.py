@@ -19,14 +19,13 @@ VARIABLES = (
     ("WORLD_SIZE", "RANK"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
-
-
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun only: its processes may have inherited the variables of an mpirun
+MEETING = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # by which, with WORLD_SIZE, its processes meet
 
 
 def by_torchrun() -> bool:
     """Return whether torchrun has started this process, or something else that sets all of its variables has."""
-    return _detected()[0] == "WORLD_SIZE" and all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    return _detected()[0] == "WORLD_SIZE" and all(name in os.environ for name in MEETING)
 
 
 def processes() -> tuple[str, int]:

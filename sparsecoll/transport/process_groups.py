@@ -11,7 +11,7 @@ import weakref
 from functools import partial
 from typing import Any
 
-from sparsecoll.errors import CommunicationError
+from sparsecoll.errors import CommunicationError, check_integer
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.tcp import TcpTransport, connect as connect_ranks
 from sparsecoll.transport.waiting import Abandoned, check_timeout
@@ -230,13 +230,8 @@ def connect(
 
 
 def _check(store: Any, rank: int, size: int, timeout: float | None) -> None:
-    for name, number in (("rank", rank), ("size", size)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name}: expected an integer, got {number!r}")
-    if size < 1:
-        raise ValueError(f"size: expected at least 1, got {size}")
-    if not 0 <= rank < size:
-        raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
+    check_integer("size", size, 1)
+    check_integer("rank", rank, 0, size - 1)
     check_timeout(timeout)
     first, other = store.compare_set(f"{PREFIX}/size", "", f"{size} on rank {rank}").decode().split(" ", 1)
     if int(first) != size:

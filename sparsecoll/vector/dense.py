@@ -240,8 +240,11 @@ class DenseVector(Values):
         """self += entries, in place."""
         kernels_of_values(self.values).scatter_add(self.values, entries.indices, entries.values)
 
-    def subtract_at(self, entries: SparseVector) -> None:
+    def subtract_at(self, entries: SparseVector | DenseVector) -> None:
         """self -= entries, in place."""
+        if isinstance(entries, DenseVector):
+            np.subtract(self.values, entries.values, out=self.values)
+            return
         kernels_of_values(self.values).scatter_add(self.values, entries.indices, entries.values, subtract=True)
 
     def scatter_add(self, indices: NDArray[Any], values: NDArray[Any]) -> None:

@@ -32,7 +32,7 @@ from sparsecoll.vector.values import (
 if TYPE_CHECKING:
     from typing import Self
 
-SHOWN = 4  # entries in a repr
+SHOWN = 4  # entries, or rows, in a repr
 
 
 class Entries(Values):

@@ -14,6 +14,7 @@ from sparsecoll.kernels.memory import asarray_like, to_host
 from sparsecoll.telemetry.trace import span
 from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.dense import DenseVector
+from sparsecoll.vector.entries import SHOWN
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import combined, run_starts, run_sums, sorted_order
 from sparsecoll.vector.sparse import MULTIPLIERS, SparseVector
@@ -29,8 +30,6 @@ from sparsecoll.vector.values import (
 
 if TYPE_CHECKING:
     from typing import Self
-
-SHOWN = 4  # rows in a repr
 
 
 class RowSparse(Arithmetic):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
-from sparsecoll.kernels.memory import asarray_like, empty, on_gpu, to_host
+from sparsecoll.kernels.memory import asarray_like, empty, grown, on_gpu, to_host
 from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
 from sparsecoll.vector.values import SMALLEST
@@ -84,10 +84,8 @@ class SparseVector(Arithmetic):
         for part in chain([first], iterator):
             stop = count + part.nnz
             if stop > indices.size:
-                filled = (indices[:count], values[:count])
-                indices, values = (empty(max(stop, 2 * room), array.dtype) for array in filled)
-                indices[:count], values[:count] = filled
-                room = indices.size
+                room = max(stop, 2 * indices.size)
+                indices, values = (grown(array, count, room) for array in (indices, values))
             indices[count:stop], values[count:stop] = part.indices, part.values
             count = stop
         return cls.from_sorted_unchecked(indices[:count], values[:count], first.length)

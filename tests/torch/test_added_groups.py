@@ -46,7 +46,7 @@ WAYS = {
     ),
 }
 HOWS = ("late", "replaced")
-LATE = ("barrier", "take_over", "Engine.close")
+LATE = ("take_over", "Engine.close")
 
 
 def wanted(code):

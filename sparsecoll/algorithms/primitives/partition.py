@@ -14,6 +14,11 @@ from sparsecoll.vector import SparseVector
 METHODS = ("histogram", "average", "even")
 
 
+def even(length: int, parts: int) -> list[int]:
+    """Return the boundaries of parts of equal width."""
+    return [length * j // parts for j in range(parts + 1)]
+
+
 def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
     """Return P + 1 boundaries of regions, the same on every rank; collective.
 
@@ -24,14 +29,13 @@ def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
             nothing is sent.
     """
     size, length = transport.size, x.length
-    even = [length * j // size for j in range(size + 1)]
     if method == "even" or size == 1:
-        return even
+        return even(length, size)
     if method == "average":
-        return _averaged(transport, x) or even
+        return _averaged(transport, x) or even(length, size)
     total = sum(allgather(transport, np.array([x.nnz]))[:, 0].tolist())
     if not total:
-        return even
+        return even(length, size)
     targets = [total * j // size for j in range(1, size)]
     slack = total // (100 * size) if size > 3 else 0  # for P <= 3 Ok-Topk's bound leaves nothing to waste
     return [0, *(edge for edge, _ in quantiles(transport, x.indices, targets, length, total, slack)), length]
@@ -42,8 +46,7 @@ def shares(k: int, parts: int, call: int) -> list[int]:
 
     If there are fewer entries than parts, other parts have one in each call, so that no part never has any.
     """
-    edges = [k * j // parts for j in range(parts + 1)]
-    each = [above - below for below, above in pairwise(edges)]
+    each = [above - below for below, above in pairwise(even(k, parts))]
     first = call % parts if k < parts else 0
     return each[first:] + each[:first]
 
@@ -64,12 +67,8 @@ def owners(transport: Transport, x: SparseVector, edges: list[int]) -> list[int]
     wish = int(counts.argmax())
     wishes = allgather(transport, np.array([wish, counts[wish]])).tolist()
     owner = [-1] * transport.size
-    without = []
     for rank in sorted(range(transport.size), key=lambda r: (-wishes[r][1], r)):
-        region = wishes[rank][0]
-        if owner[region] < 0:
-            owner[region] = rank
-        else:
-            without.append(rank)
-    spare = iter(sorted(without))
+        if owner[wishes[rank][0]] < 0:
+            owner[wishes[rank][0]] = rank
+    spare = iter(sorted({*range(transport.size)}.difference(owner)))
     return [rank if rank >= 0 else next(spare) for rank in owner]

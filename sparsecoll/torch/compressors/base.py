@@ -285,10 +285,7 @@ class ErrorFeedback(Compressor):
             acc.values.fill(0)
             return
         check_part("contributed", sent, acc)
-        if isinstance(sent, SparseVector):
-            acc.subtract_at(sent)
-        else:
-            np.subtract(acc.values, sent.values, out=acc.values)
+        acc.subtract_at(sent)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}

@@ -12,7 +12,7 @@ from sparsecoll.algorithms import Algorithm, Reduction, as_algorithm
 from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
-from sparsecoll.select.base import built_in
+from sparsecoll.select.base import built_in, check_selector
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, entries_of, write_mean
 from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_row_density, as_schedule, is_rare
 from sparsecoll.torch.compressors.versions import Versioned
@@ -90,8 +90,7 @@ class TopKCompressor(ErrorFeedback):
         if self.row_density is not None:
             with as_row_density():
                 as_schedule(self.row_density)
-        if self.selector is not None and not isinstance(self.selector, Selector):
-            raise TypeError(f"selector: expected an object of sparsecoll.select or None, got {self.selector!r}")
+        check_selector(self.selector)
         if self.selector is not None:
             if algorithm.takes_dense:
                 raise ValueError(

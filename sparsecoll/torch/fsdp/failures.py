@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from sparsecoll.torch.replica.calls import collective
-from sparsecoll.torch.replica.replica import barrier
 from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import barrier
 from sparsecoll.transport.call import KNOWN, CollectiveCall
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from sparsecoll.torch.tensors.private import hooks_after
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts of names that torch.compile and checkpointing add
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # what torch.compile and checkpointing add to names
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Group:
         self.module = module
         self._group = module._get_fsdp_state()._fsdp_param_groups[0]
         infos = [p._module_info for p in self._group.fsdp_params]
-        self._names = [_clean(f"{names[id(info.module)]}.{info.param_name}".lstrip(".")) for info in infos]
+        self._names = [WRAPPERS.sub("", f"{names[id(info.module)]}.{info.param_name}".lstrip(".")) for info in infos]
 
     @property
     def parameters(self) -> list[Shard]:
@@ -203,23 +204,14 @@ def _check(model: torch.nn.Module, groups: list[Group]) -> None:
             "model: expected all parameters on one mesh of one dimension, got several meshes or dimensions"
         )
     known = {id(shard.param) for shard in shards}
+    fsdp_params = [p for group in groups for p in group._group.fsdp_params]
+    known |= {id(getattr(p, "_unsharded_param", None)) for p in fsdp_params}  # whole ones, kept after a forward pass
     for name, p in model.named_parameters():
-        if p.requires_grad and id(p) not in known and not _is_unsharded(groups, p):
+        if p.requires_grad and id(p) not in known:
             raise ValueError(
                 f"model: expected all trainable parameters to be sharded, got {name!r}, which would not be reduced:"
                 " call fully_shard(model) last, on the whole model"
             )
-
-
-def _is_unsharded(groups: list[Group], p: torch.Tensor) -> bool:
-    """Return whether p is a whole parameter that FSDP keeps after a forward pass."""
-    return any(getattr(q, "_unsharded_param", None) is p for group in groups for q in group._group.fsdp_params)
-
-
-def _clean(name: str) -> str:
-    for part in WRAPPERS:
-        name = name.replace(part, "")
-    return name
 
 
 class ReduceScatter:

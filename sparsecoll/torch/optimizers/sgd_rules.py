@@ -52,15 +52,6 @@ def compressor_of(
     return SparseSum(density, algo=copy.deepcopy(as_algorithm(algo)), **common, **keeps)
 
 
-def _check_parameter(p: torch.Tensor, compressor: SparseSum) -> None:
-    """Raise unless the gradients of a parameter can be summed by a compressor."""
-    device_of(p)
-    algorithm = as_algorithm(compressor.algo)
-    sums = f"algo={algorithm.name!r}" if algorithm.sends_sums else None
-    options = CallOptions(format=compressor.format, value_dtype=compressor.value_dtype)
-    options.check_dtype(residual_dtype(p.dtype), sums)
-
-
 def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
     """Raise unless the options and parameters of a group are valid."""
     for name in NUMBERS:
@@ -75,9 +66,13 @@ def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
             f"nesterov: expected momentum > 0 and dampening 0, got {group['momentum']} and {group['dampening']}"
         )
     check_whole(group["params"])
+    algorithm = as_algorithm(compressor.algo)
+    sums = f"algo={algorithm.name!r}" if algorithm.sends_sums else None
+    options = CallOptions(format=compressor.format, value_dtype=compressor.value_dtype)
     for p in group["params"]:
         if p.requires_grad:
-            _check_parameter(p, compressor)
+            device_of(p)
+            options.check_dtype(residual_dtype(p.dtype), sums)
 
 
 def common(groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -141,10 +136,6 @@ class Rule(SgdRule):
         rate = self.lr * self.damp * (1 - inside) / (1 - self.momentum)
         rate *= (1 - self.momentum**steps) / (1 - inside ** (steps + 1))
         return Rule(rate, self.share, self.decay / (1 - inside), 0.0, 1.0, False)
-
-    def in_units_of_lr(self) -> Rule:
-        """Return the same options for a sum in units of the learning rate."""
-        return self._replace(lr=1.0, decay=self.lr * self.decay)
 
 
 def compressor_for(optimizer: torch.optim.Optimizer) -> Compressor:
@@ -344,4 +335,6 @@ def take_step(p: torch.Tensor, update: Update, states: Any, group: dict[str, Any
     rule = Rule.of(group, ranks)
     if steps and not isinstance(update, RowUpdate):
         rule = rule.without_momentum(steps)
-    update.step(p, states, rule if steps or rule.momentum else rule.in_units_of_lr())
+    elif not (steps or rule.momentum):  # the sum is in units of the learning rate
+        rule = rule._replace(lr=1.0, decay=rule.lr * rule.decay)
+    update.step(p, states, rule)

@@ -20,7 +20,7 @@ from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.rows import RowSum
-from sparsecoll.torch.reduction.state import STATE, renamed, renamed_state
+from sparsecoll.torch.reduction.state import STATE, renamed_state
 from sparsecoll.torch.replica.calls import Round
 from sparsecoll.torch.replica.replica import Replica, changes
 from sparsecoll.torch.tensors.layout import Array
@@ -217,6 +217,5 @@ class Accumulator(Owner):
         if len(own["params"]) != len(here):
             raise ValueError(f"state_dict: expected {len(here)} parameters, got {len(own['params'])}")
         names = dict(zip(own["params"], here, strict=True))
-        buckets = [[[names[n] for n in key], text] for key, text in own["buckets"]]
         rated = {names[name]: rated for name, rated in own["rated"].items()}
-        return {**own, "tensors": renamed(own["tensors"], names), "rated": rated, "buckets": buckets, "order": []}
+        return {**renamed_state(own, names), "rated": rated, "order": []}

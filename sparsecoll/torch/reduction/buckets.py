@@ -17,7 +17,7 @@ from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, re
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part
 from sparsecoll.torch.tensors.private import values_of
-from sparsecoll.transport.all_ranks import allgather, broadcast
+from sparsecoll.transport.all_ranks import allgather, barrier, broadcast
 from sparsecoll.transport.call import CollectiveCall
 
 logger = logging.getLogger(__name__)
@@ -256,8 +256,7 @@ class Buckets:
                 load()
             except KeyError as error:
                 raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
-            allgather(replica.transport, np.zeros(1, np.uint8))  # none returns before all have loaded
-            replica.transport.waitall()
+            barrier(replica.transport)  # none returns before all have loaded
             return own or {"step": 0, "order": [], "tensors": {}, "compressor": ""}
 
         own = replica.call("load_state_dict", read)

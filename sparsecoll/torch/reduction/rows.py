@@ -21,7 +21,7 @@ from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import Compressor, StepContext
 from sparsecoll.torch.compressors.base import ErrorFeedback, entries_of, overflowed
 from sparsecoll.torch.compressors.schedule import Density, as_row_density
-from sparsecoll.torch.compressors.versions import ALL, Versioned, Versions
+from sparsecoll.torch.compressors.versions import ALL, Versioned
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.replica.guards import warn_of_momentum_of_rows
 from sparsecoll.torch.tensors.layout import CPU, Layout, has_rows, rows_like
@@ -37,15 +37,11 @@ def accumulated(residual: RowSparse, factor: float, gradient: RowSparse) -> RowS
 
 
 class RowBucket(Bucket):
-    """One parameter whose gradients are rows: this rank's gradient, and the mean."""
+    """One parameter whose gradients are rows: this rank's gradient, and the mean, `mean_rows`."""
 
-    def __init__(
-        self, params: Mapping[str, torch.Tensor], layout: Layout, versions: Versions, as_view: bool = False
-    ) -> None:
-        super().__init__(params, layout, versions)
-        self._own: torch.Tensor | None = None
-        self._scale = 1.0
-        self._mean: RowSparse | None = None
+    _own: torch.Tensor | None = None
+    _scale = 1.0
+    mean_rows: RowSparse | None = None
 
     def take_grad(self, name: str, scale: float = 1.0) -> None:
         """Take a parameter's gradient; a dense one counts as none: all ranks learn of it later."""
@@ -81,24 +77,20 @@ class RowBucket(Bucket):
     def reduce(self, transport: Transport, compressor: Compressor) -> None:
         compressor.allreduce_mean(transport, self.rows(), self)  # type: ignore[arg-type]
 
-    def set_mean(self, mean: RowSparse) -> None:
-        """Set the mean over the ranks."""
-        self._mean = mean
-
     def accept(self) -> None:
         super().accept()
         self._own = None
 
     def drop(self) -> None:
         super().drop()
-        self._own = self._mean = None
+        self._own = self.mean_rows = None
 
     def has_mean(self, name: str) -> bool:
-        return self._mean is not None and self._mean.nnz > 0
+        return self.mean_rows is not None and self.mean_rows.nnz > 0
 
     def mean_tensor(self, scale: float = 1.0) -> torch.Tensor:
         """Return scale * mean as a coalesced sparse tensor in the dtype of the parameter, and forget it."""
-        mean, self._mean = self._mean, None
+        mean, self.mean_rows = self.mean_rows, None
         assert mean is not None
         (p,), rows, values = self.params.values(), CPU.tensor(mean.rows), CPU.tensor(mean.values)
         if not mean.nnz:  # autograd resizes what it adds rows to if there are none, which NumPy's memory does not allow
@@ -217,7 +209,7 @@ class RowSum(ErrorFeedback):
     def update(self, out: Any, message: Any, reduced: Reduction) -> None:
         """Set the mean of RowBucket `out`, of a sum or, with `local`, of this rank's rows."""
         total: Any = reduced.value
-        out.set_mean(total if self.local else total.divide(self.size))
+        out.mean_rows = total if self.local else total.divide(self.size)
         self._subtract_sent(reduced)
 
     def _subtract_sent(self, reduced: Reduction) -> None:

@@ -22,21 +22,6 @@ UNNAMED = ": pass the model to HookState, both where the state is saved and wher
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 
-class Copied:
-    """A base whose copies and pickles keep the state, without a communicator, and raise when they are used."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_saved": self.state_dict()}  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_saved" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise RuntimeError(
-            f"A copied or loaded {type(self).__name__} has no communicator: make a new one with the options of the"
-            " old one, and call load_state_dict(copy.state_dict()) of it on every rank."
-        )
-
-
 def collect(compressors: Iterable[Compressor], parked: Tensors) -> Tensors:
     """Return copies of the tensors of compressors, and `parked`, those of parameters that are in no bucket."""
     tensors: Tensors = {kind: dict(entries) for kind, entries in parked.items()}

@@ -16,10 +16,11 @@ from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, renamed_state
 from sparsecoll.torch.replica.calls import MEMBERS, Options, Round
 from sparsecoll.torch.replica.guards import fingerprint
-from sparsecoll.torch.replica.replica import Members, Replica, barrier, changes, check_added
+from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named
 from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import barrier
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future
 

@@ -27,7 +27,7 @@ from sparsecoll.torch.tensors.model import (
     sparse_weights,
 )
 from sparsecoll.transport import Transport
-from sparsecoll.transport.all_ranks import allgather
+from sparsecoll.transport.all_ranks import allgather, barrier
 from sparsecoll.transport.call import CollectiveCall
 
 CURE = "(change the model and the optimizer on all ranks, between the same steps)"  # if ranks have other changes
@@ -368,12 +368,6 @@ class Replica:
         """After a step: compare where `verify` asks for it. Collective."""
         if self.options.verify and self.context.step % self.options.verify == 0:
             self.compare()
-
-
-def barrier(transport: Transport) -> None:
-    """Wait until all ranks have come here. Collective."""
-    allgather(transport, np.zeros(1, np.uint8))
-    transport.waitall()
 
 
 def _bits(t: torch.Tensor) -> memoryview:

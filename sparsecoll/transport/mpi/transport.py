@@ -26,7 +26,6 @@ from sparsecoll.transport.waiting import CALL_PARENT, FORKED
 
 T = TypeVar("T")
 
-CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 FINALIZED = "MPI.Finalize() was called"
 CALL_BEFORE = "call it after the last use of sparsecoll: a process cannot start MPI again"
 
@@ -36,7 +35,6 @@ class MpiTransport(Transport):
 
     Attributes:
         comm: the duplicate, so that no message of the user's is ever received.
-        chunk: bytes of the longest message that is sent as one.
         status: of the message that was probed last.
         expected: for each source, the receive requests that are not complete.
     """
@@ -48,7 +46,6 @@ class MpiTransport(Transport):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
         self.abort = partial(comm.Abort, 1)
-        self.chunk = CHUNK
         self.status = MPI.Status()
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[IncomingMessage]] = [deque() for _ in range(self.size)]
@@ -73,16 +70,12 @@ class MpiTransport(Transport):
 
     # -- waiting and failures
 
-    def lost(self, what: str, error: MPI.Exception) -> CommunicationError:
-        """Mark the communicator as broken by an error of MPI, and return the exception to raise."""
-        return self.fail(f"rank {self.rank} failed in {what}: {error.Get_error_string()}")
-
     def recorded(self, step: Callable[[], T], what: str, peer: int) -> T:
         """Call MPI and record what it has done; an exception in between leaves the communicator broken."""
         try:
             return step()
         except MPI.Exception as error:
-            raise self.lost(f"{what} {peer}", error) from error
+            raise self.fail(f"rank {self.rank} failed in {what} {peer}: {error.Get_error_string()}") from error
         except BaseException as error:
             self.broken = self.broken or f"{type(error).__name__} on rank {self.rank}, {what} {peer}"
             self._kept.append(step)  # MPI may still use its memory
@@ -122,11 +115,8 @@ class MpiTransport(Transport):
         waiter: Any = None
         with span("wait"):
             while self._sends:
-                try:
-                    sent = self._sends[0][0].Test()
-                except MPI.Exception as error:
-                    raise self.lost("sending", error) from error
-                if sent:
+                request, _, peer = self._sends[0]
+                if self.recorded(request.Test, "sending to rank", peer):
                     self._sends.popleft()
                     continue
                 waiter = waiter or self.watchdog(

@@ -96,9 +96,7 @@ def interface_address(variable: str, name: str) -> str:
 def _ipv4(name: str) -> str:
     import fcntl
 
-    number = (
-        0x8915 if sys.platform.startswith("linux") else 0xC0206921
-    )  # SIOCGIFADDR; the other one is that of macOS and BSD
+    number = 0x8915 if sys.platform.startswith("linux") else 0xC0206921  # SIOCGIFADDR; that of macOS and BSD
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         return socket.inet_ntoa(fcntl.ioctl(probe, number, request)[20:24])

@@ -20,12 +20,12 @@ import numpy as np
 
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
+from sparsecoll.transport.base import Transport
 from sparsecoll.transport.tags import FIRST_TAG, REPORT_BYTES
 
 FIELDS = struct.Struct("<QBQ")  # tag, 1 for a message from GPU memory, bytes
 CHECK_BYTES = 4  # of the checksum that precedes them, of these fields and the number of the message on its connection
 HEADER_BYTES = CHECK_BYTES + FIELDS.size
-CHUNK = 1 << 30  # bytes that a system call takes at most; some systems refuse more
 SILENT_SECONDS = 60.0  # after which a host that acknowledges nothing counts as lost
 TCP_INFO = struct.Struct("<2x2B52xI") if sys.platform.startswith("linux") else None
 SCRATCH = memoryview(bytearray(1 << 16))  # for messages that are discarded
@@ -89,25 +89,23 @@ class Connection:
     Args:
         socket: connected socket, which belongs to this object.
         peer: rank at the other end.
-        staging: returns what copies messages from and to GPU memory.
+        transport: that has the connection.
 
     Attributes:
-        chunk: bytes that are sent by one system call at most.
         expected: receive requests that are not complete, in order.
         outgoing: memory that has not been sent.
         message: the message of which a part, or all, has arrived and which nobody has taken; None between messages.
         events: for which of its events the transport polls the socket.
     """
 
-    def __init__(self, socket: socket.socket, peer: int, staging: Callable[[], Any]) -> None:
+    def __init__(self, socket: socket.socket, peer: int, transport: Transport) -> None:
         self.socket = socket
         self.peer = peer
-        self.chunk = CHUNK
         self.expected: deque[Any] = deque()
         self.outgoing: deque[memoryview] = deque()
         self.message: IncomingMessage | None = None
         self.events = 0
-        self._staging = staging
+        self._transport = transport
         self._header = bytearray(HEADER_BYTES)
         self._have = 0  # bytes of the next header that have arrived
         self._sent = self._received = 0  # messages
@@ -146,11 +144,11 @@ class Connection:
             self.end(TORN)
 
     def _push(self) -> None:
-        queue, before = self.outgoing, self._torn_out
+        queue, before, chunk = self.outgoing, self._torn_out, self._transport.chunk
         while queue:
-            views = [queue[0][: self.chunk]]
-            if len(queue) > 1 and len(queue[0]) <= min(HEADER_BYTES, self.chunk):  # header and message in one packet
-                views.append(queue[1][: self.chunk])
+            views = [queue[0][:chunk]]
+            if len(queue) > 1 and len(queue[0]) <= min(HEADER_BYTES, chunk):  # header and message in one packet
+                views.append(queue[1][:chunk])
             self._torn_out = True
             try:
                 sent = self.socket.sendmsg(views)
@@ -220,10 +218,10 @@ class Connection:
         message = self.message
         while message.missing:
             rest = message.rest()
-            count = self._receive(rest[: self.chunk])
+            count = self._receive(rest[: self._transport.chunk])
             message.arrived(count)
             self._torn_in = False
-            if count < min(len(rest), self.chunk):
+            if count < min(len(rest), self._transport.chunk):
                 return False
         return True
 
@@ -239,7 +237,7 @@ class Connection:
             message = IncomingMessage(tag, size, None, None)
         elif admit is not None:
             admit(tag, size)
-            message = IncomingMessage(tag, size, into, self._staging() if gpu else None)
+            message = IncomingMessage(tag, size, into, self._transport.staging() if gpu else None)
         else:
             message = IncomingMessage(tag, size, None, None, discarded=True)
         self._received += 1

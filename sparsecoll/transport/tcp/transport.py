@@ -16,7 +16,7 @@ from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.tags import FIRST_TAG, STALL_TAG, CallMismatch
-from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
+from sparsecoll.transport.tcp.connection import Connection, Disconnected, IncomingMessage
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Watchdog
 
 HOST_SECONDS = 5.0  # between checks of the hosts of all ranks, by a rank that waits
@@ -70,24 +70,14 @@ class TcpTransport(Transport):
         super().__init__(rank, len(machines))
         own = socket.socketpair()
         ends = [own[0] if peer == rank else sockets[peer] for peer in range(self.size)]
-        self._outgoing = [Connection(end, peer, self.staging) for peer, end in enumerate(ends)]
+        self._outgoing = [Connection(end, peer, self) for peer, end in enumerate(ends)]
         self._incoming = [*self._outgoing]
-        self._incoming[rank] = Connection(own[1], rank, self.staging)
+        self._incoming[rank] = Connection(own[1], rank, self)
         self._machines = machines
         self.one_node = len(set(machines)) == 1
         self._connections = {c.socket.fileno(): c for c in (*self._outgoing, self._incoming[rank])}
         self._poll = select.poll()
         self._sends: set[Connection] = set()
-
-    @property
-    def chunk(self) -> int:
-        """Bytes that are sent by one system call at most."""
-        return self._outgoing[0].chunk
-
-    @chunk.setter
-    def chunk(self, size: int) -> None:
-        for connection in self._outgoing:
-            connection.chunk = size
 
     def machines(self) -> list[int]:
         return self._machines
@@ -171,7 +161,7 @@ class TcpTransport(Transport):
 
     def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
         connection, gpu = self._outgoing[destination], on_gpu(buffer)
-        pieces = self.staging().sendable(buffer, CHUNK) if gpu else (buffer,)
+        pieces = self.staging().sendable(buffer, self.chunk) if gpu else (buffer,)
         try:
             connection.send(tag, buffer.size, pieces, gpu)
         except Disconnected as error:
