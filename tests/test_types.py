@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import get_args
 
 import pytest
 
+import sparsecoll
 from sparsecoll.algorithms import ALGORITHMS, ROW_ALGORITHMS
 from sparsecoll.algorithms.owners import OWNERS
 from sparsecoll.collectives import signature
@@ -118,6 +120,19 @@ def test_the_options_of_calls_are_those_that_their_types_have():
     own = {"owner", "return_reduction"}
     named = set(signature.RegionOptions.__annotations__) | set(signature.AllreduceOptions.__annotations__)
     assert named - own == {field.name for field in fields(CallOptions)} == set(signature.DESCRIPTIONS) - own
+
+
+def test_options_pass_by_keyword():
+    """At most five arguments by position, and those of torch.optim.SGD."""
+    torch = pytest.importorskip("torch")
+    named = vars(sparsecoll) | vars(importlib.import_module("sparsecoll.torch"))
+    named |= importlib.import_module("sparsecoll.torch.compressors").COMPRESSORS
+    for name, found in named.items():
+        if callable(found) and not name.startswith("_") and found.__module__.startswith("sparsecoll"):
+            kinds = [p.kind for p in inspect.signature(found).parameters.values()]
+            sgd = [p.kind for p in inspect.signature(torch.optim.SGD).parameters.values()]
+            most = sgd.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) if name == "SparseSGD" else 5
+            assert kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) <= most, name
 
 
 @pytest.mark.parametrize("option", ["missing", "nonfinite"])

@@ -62,7 +62,7 @@ class Allgather(Algorithm):
 
     @staticmethod
     def _stages(channel: Channel, dtype: np.dtype[Any], entries: int) -> int:
-        """Return the number of chunks; one in lossy formats, which would round a part of x anew, and of rows."""
+        """Return the number of chunks: one for rows, and for lossy formats, which would round x again in parts."""
         if channel.format.lossy or channel.width:
             return 1
         return pipeline.chunks(entries * (dtype.itemsize + 1), channel.transport.one_node)

@@ -78,7 +78,7 @@ class Dense(Algorithm):
 
 
 def _adds_as_it_is(channel: Channel, dtype: np.dtype[Any]) -> bool:
-    """Return whether values are added in their own dtype, which is of floats that processors add."""
+    """Return whether float32 or float64 values are added as they are: for a sum, not rounded on the wire."""
     return dtype.char in "fd" and channel.op.sums and not channel.rounds(dtype)
 
 

@@ -241,7 +241,7 @@ def runner(comm: Any, call: Call) -> Run:
 
 
 def barrier(transport: Transport) -> None:
-    """Wait until all ranks have come."""
+    """Wait until all ranks have made this call."""
     allgather(transport, np.zeros(1, np.uint8))
     transport.waitall()
 

@@ -82,6 +82,7 @@ class HookState(Copied):
         comm: Any = None,
         compressor: str | Compressor | Algorithm = "topk",
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]] = (),
+        *,
         timeout: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
@@ -329,7 +330,7 @@ def _all_zero(gradient: torch.Tensor) -> bool:
 
 
 def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:
-    """Before the first gradient of a back-propagation is added, find out what has become of the last ones."""
+    """Find out, before the first gradient of a back-propagation, whether a step was taken with the last ones."""
     alive, task = state(), backward_number()
     if alive is not None and task != alive._task:
         alive._task = task

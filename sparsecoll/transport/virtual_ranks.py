@@ -292,7 +292,7 @@ class SimTransport(Transport):
         raise self.fail(f"rank {self.rank} {what} for {self.timeout} s: no answer within the timeout")
 
     def _next(self, source: int) -> Message:
-        """Take the next message of a source, which has come."""
+        """Take the next message of a source, which has arrived."""
         message = self._world.mail[self._route(source, self.rank)].popleft()
         network, port = self._port(source)
         port.into = max(message.arrival, port.into + network.beta * message.content.size)

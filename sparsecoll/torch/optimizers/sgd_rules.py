@@ -183,7 +183,7 @@ def without_momentum(optimizer: torch.optim.Optimizer, steps: int, tables: Colle
 
 
 def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: TopKCompressor) -> None:
-    """Say in one line what stands for the momentum of SGD."""
+    """Log one line that says how the momentum of SGD is applied."""
     momentum = next((float(group["momentum"]) for group in groups if group["momentum"]), 0.0)
     if momentum:
         inside = shorter(momentum)

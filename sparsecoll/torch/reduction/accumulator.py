@@ -36,7 +36,7 @@ Group = dict[str, Any]
 
 @dataclass
 class SparseSum(TopKCompressor):
-    """TopK that returns the sum as it is, sparse, instead of writing a dense mean."""
+    """TopKCompressor that returns the sum as it is, sparse, instead of writing a dense mean."""
 
     name = "SparseSGD"
 

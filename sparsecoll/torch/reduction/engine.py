@@ -82,7 +82,7 @@ class Engine(Reducer):
 
     @agreeing("replica.agreed")
     def regroup(self, params: Named | None = None) -> None:
-        """More parameters, and fewer; collective. All ranks must have the same ones; values are taken from rank 0.
+        """Add and remove parameters; collective. All ranks must have the same ones; values are taken from rank 0.
 
         Args:
             params: name -> parameter: those that are new, and perhaps others; None for those new in the optimizer.
@@ -121,9 +121,9 @@ class Engine(Reducer):
         take_over(self, others, own)
 
     def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
-        """Leave a parameter to the owner whose optimizer steps it; where both step it, the later one replaces this one.
+        """Leave a parameter to the owner whose optimizer steps it. If both step it, the later one replaces this one,
 
-        That is so when a cell of a notebook is run again.
+        as when a cell of a notebook is run again.
         """
         if not self.closed and id(p) not in self.members.stepped():
             self.discard()
@@ -174,7 +174,7 @@ class Engine(Reducer):
 
     @agreeing("failing")
     def accumulated(self, name: str) -> None:
-        """A parameter's gradient is complete (on the thread that back-propagates)."""
+        """Called when a parameter's gradient is complete, on the thread that back-propagates."""
         self.means.accumulated(name)
         if not self._is_open:
             self._open()
@@ -261,7 +261,7 @@ class Engine(Reducer):
 
     @agreeing("replica.agreed")
     def after_step(self) -> None:
-        """The optimizer has stepped."""
+        """Called when the optimizer has stepped."""
         if self.closed:
             return
         self.commit()

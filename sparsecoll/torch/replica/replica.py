@@ -1,4 +1,4 @@
-"""A rank's copy of the model: which parameters it has, and how they are made, kept and found the same on all ranks."""
+"""A rank's copy of the model: which parameters it has, and how they are kept the same on all ranks, and compared."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class Members:
     def named(self, first: int = 0, given: Iterable[tuple[str, torch.Tensor]] = ()) -> Named:
         """Return the parameters of the groups from number `first` on by name.
 
-        That is the name under which one stays, else that of `given`, else the model's unless one that stays has it,
-        else group<i>.<j>.
+        The first that applies: the name that it has already, its name in `given`, the model's unless a parameter that
+        stays has it, group<i>.<j>.
         """
         stay = {new: self._params[old] for old, new in self.kept().items()}
         free = [(name, p) for name, p in self._of_model() if name not in stay]
@@ -182,7 +182,7 @@ class Replica:
     def agree(
         self, name: str, row: Row, digest: Callable[[Round], int | None], failed: Exception | None = None
     ) -> Round:
-        """Tell all ranks how a reduction went here; what has `failed` on one fails on all. Collective.
+        """Tell all ranks whether a reduction succeeded here; an exception `failed` on one is raised on all. Collective.
 
         Args:
             digest: returns that of this rank's own gradients, which are compared in the first step; None: they are not.
@@ -371,7 +371,7 @@ class Replica:
 
 
 def barrier(transport: Transport) -> None:
-    """Wait until all ranks have come here. Collective."""
+    """Wait until all ranks have made this call. Collective."""
     allgather(transport, np.zeros(1, np.uint8))
     transport.waitall()
 
