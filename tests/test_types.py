@@ -127,12 +127,15 @@ def test_options_pass_by_keyword():
     torch = pytest.importorskip("torch")
     named = vars(sparsecoll) | vars(importlib.import_module("sparsecoll.torch"))
     named |= importlib.import_module("sparsecoll.torch.compressors").COMPRESSORS
-    for name, found in named.items():
-        if callable(found) and not name.startswith("_") and found.__module__.startswith("sparsecoll"):
-            kinds = [p.kind for p in inspect.signature(found).parameters.values()]
-            sgd = [p.kind for p in inspect.signature(torch.optim.SGD).parameters.values()]
-            most = sgd.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) if name == "SparseSGD" else 5
-            assert kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) <= most, name
+    named = {name: found for name, found in named.items() if not name.startswith("_") and callable(found)}
+    limits = {name: 5 for name in named if not isinstance(named[name], type) or "__init__" in vars(named[name])}
+    for name, most in (limits | {"SparseSGD": by_position(torch.optim.SGD)}).items():
+        assert by_position(named[name]) <= most, name
+
+
+def by_position(function):
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @pytest.mark.parametrize("option", ["missing", "nonfinite"])
