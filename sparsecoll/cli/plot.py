@@ -75,8 +75,8 @@ def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     for part in PARTS:
         widths = [1e3 * r.get(part, 0.0) for r in rows]
         if any(widths):
-            look = {"hatch": HATCHES[part], "edgecolor": "black", "linewidth": 0.4, "height": 0.7}
-            axes.barh(positions, widths, left=left, label=part, **look)
+            fill = {"hatch": HATCHES[part], "edgecolor": "black", "linewidth": 0.4, "height": 0.7}
+            axes.barh(positions, widths, left=left, label=part, **fill)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(positions, names)
     axes.invert_yaxis()
