@@ -276,7 +276,7 @@ class HookState(Copied):
             RuntimeError: In DDP's `join()`, a rank has no more data. It would not skip this step.
         """
         if self._joined and self._steps.open:
-            raise RuntimeError("discard: expected all ranks to have data, got one that has left DDP's join()")
+            raise RuntimeError("discard() cannot skip this step, because a rank has left DDP's join()")
         self._steps.discard()
 
     def verify(self) -> None:

@@ -154,7 +154,7 @@ class World:
             raise Stopped
 
     def wait(self, rank: int, routes: Collection[Route], otherwise: Callable[[], list[Step]] = list) -> Step:
-        """Let other ranks run until this one can go on; return how. A message that has come stays in the mailbox."""
+        """Let other ranks run until a step of this one is possible; return it. A message stays in the mailbox."""
         self._check_running()
         for route in routes if self.schedule is None else ():
             if self.mail.get(route):

@@ -102,7 +102,7 @@ class TopKCompressor(ErrorFeedback):
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
         if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov: expected False without momentum, got True")
+            raise ValueError("nesterov=True needs momentum > 0")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: expected above 0, got {self.clip}")
         if self.clip_by not in ("parameter", "bucket"):

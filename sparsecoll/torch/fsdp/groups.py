@@ -249,8 +249,8 @@ class ReduceScatter:
         kind = getattr(op, "op", op)
         if kind not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise ValueError(
-                "set_gradient_divide_factor: expected set_force_sum_reduction_for_comms(True) with it, since a"
-                " reduce-scatter of sparsecoll sums or averages, got none"
+                "set_gradient_divide_factor needs set_force_sum_reduction_for_comms(True), because a reduce-scatter of"
+                " sparsecoll sums or averages"
             )
         self._reduce(input_tensor, output_tensor, 1.0 if kind == dist.ReduceOp.AVG else float(group.size()))
 

@@ -287,9 +287,7 @@ class ShardedReductions:
             `dcp.save({"model": ..., "optimizer": ..., "sparsecoll": reductions.state_dict()}, checkpoint_id=path)`.
         """
         if self._reduced:
-            raise RuntimeError(
-                "state_dict: expected a call after back-propagation, got one while gradients are reduced"
-            )
+            raise RuntimeError("call state_dict() after back-propagation, not while gradients are reduced")
 
         def saved() -> dict[str, Any]:
             self._steps.commit_or_rollback()

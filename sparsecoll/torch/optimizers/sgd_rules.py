@@ -71,9 +71,7 @@ def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
     if compressor.momentum is None and not group["momentum"] < 1:
         raise ValueError(f"momentum: expected below 1, got {group['momentum']}")
     if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-        raise ValueError(
-            f"nesterov: expected momentum > 0 and dampening 0, got {group['momentum']} and {group['dampening']}"
-        )
+        raise ValueError("nesterov=True needs momentum > 0 and dampening=0")
     check_whole(group["params"])
     for p in group["params"]:
         if p.requires_grad:

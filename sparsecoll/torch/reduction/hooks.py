@@ -100,9 +100,9 @@ class Owner:
         """Raise if a later owner steps one of the parameters."""
         if self.replaced:
             raise RuntimeError(
-                f"{kind}: expected parameters that no other optimizer updates, got {self.replaced!r}, which a"
-                " DistributedOptimizer or SparseSGD created later updates, too, and reduces now: give one optimizer the"
-                " parameters of both models (those without gradients are skipped), or let only one optimizer update it"
+                f"{kind}: {self.replaced!r} is also updated by a DistributedOptimizer or SparseSGD created later,"
+                " which reduces its gradients now: give one optimizer the parameters of both models (those without"
+                " gradients are skipped), or let only one optimizer update it"
             )
 
 
@@ -234,9 +234,7 @@ def synchronize_all(transport: Transport) -> None:
                 anywhere: NDArray[Any] = allgather(transport, asked).max(axis=0)
                 gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
                 if gone:
-                    raise CommunicationError(
-                        f"optimizer {gone[0]}: expected it on all ranks, but it is closed or deleted"
-                    )
+                    raise CommunicationError(f"optimizer {gone[0]} is closed or deleted on some rank, but not on all")
                 return anywhere
 
             asked = collective(transport, "start of reduction", timeout, agree, "agree")
@@ -252,13 +250,12 @@ def before_wrapped_step(engine: weakref.ref[Any], optimizer: torch.optim.Optimiz
         owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
         if not any(owner is not None for owner in owners):  # one that was made later has a hook of its own
             raise RuntimeError(
-                "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, and"
-                " the DistributedOptimizer is gone, so that gradients are this rank's own: keep it and call its step()"
-                " and zero_grad(), or close() it to train on one rank"
+                "step() of a wrapped optimizer, whose DistributedOptimizer is gone, would use this rank's own"
+                " gradients: keep the DistributedOptimizer and call its step() and zero_grad(), or close() it to train"
+                " on one rank"
             )
     elif not (alive.closed or alive.steps.stepping):
         raise RuntimeError(
-            "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, which"
-            " loses residuals and may step before gradients are means: call step() and zero_grad() of the"
-            " DistributedOptimizer only, or close() it first"
+            "step() of a wrapped optimizer loses residuals, and may step before gradients are means: call step() and"
+            " zero_grad() of the DistributedOptimizer only, or close() it first"
         )

@@ -122,8 +122,8 @@ class Reducer(Owner):
         changed = self.means.changed()
         if changed is not None:
             self._invalid = RuntimeError(
-                f"gradient of {changed!r}: expected step() or zero_grad() of the optimizer before the next"
-                " back-propagation, got a gradient that was changed in place after it had been reduced"
+                f"the gradient of {changed!r} was changed in place after it had been reduced: call step() or"
+                " zero_grad() of the optimizer before the next back-propagation"
             )
         self._rollback(self.means.replaced())
         self._begin_scaling()

@@ -241,9 +241,7 @@ class Steps:
     def stepped(self, params: Named) -> None:
         """Called when an optimizer has stepped these parameters."""
         if self.gradients.are(State.SENDING):
-            raise RuntimeError(
-                "step: expected a step after back-propagation, got one within it, where residuals are not known yet"
-            )
+            raise RuntimeError("step after back-propagation, not within it, where residuals are not known yet")
         if not self._buckets.pending:
             return
         self._stepped |= {name for name, p in params.items() if p.grad is not None} & self._marks.keys()

@@ -99,8 +99,8 @@ class Members:
     def named(self, first: int = 0, given: Iterable[tuple[str, torch.Tensor]] = ()) -> Named:
         """Return the parameters of the groups from number `first` on by name.
 
-        The first that applies: the name that it has already, its name in `given`, the model's unless a parameter that
-        stays has it, group<i>.<j>.
+        A name is the first of these: the one that the parameter has already, the one in `given`, the model's unless a
+            parameter that stays has it, group<i>.<j>.
         """
         stay = {new: self._params[old] for old, new in self.kept().items()}
         free = [(name, p) for name, p in self._of_model() if name not in stay]
@@ -345,7 +345,7 @@ class Replica:
     def compare(self, buffers: bool = True) -> None:
         """Raise on all ranks if bits of parameters or buffers differ between them. Collective.
 
-        Buffers can be left out, which forward passes have changed since they were the same.
+        Without `buffers`, those are left out: forward passes may have changed them since.
         """
         left_out = {} if buffers else self.buffers.tensors
         tensors = {name: t for name, t in self.tensors.items() if name not in left_out}
