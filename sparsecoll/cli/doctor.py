@@ -99,7 +99,7 @@ def _surviving(check: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def _failed(subject: str, error: Exception) -> Finding:
-    return Finding(subject, telling_line(f"{type(error).__name__}: {error}"), BAD, "mend what the error names")
+    return Finding(subject, telling_line(f"{type(error).__name__}: {error}"), BAD, "fix what the error names")
 
 
 def _versions() -> Iterator[Finding]:
@@ -112,7 +112,7 @@ def _versions() -> Iterator[Finding]:
         elif lacking == MISSING and use:
             yield Finding(name, f"not installed (optional, for {use})")
         else:
-            yield Finding(name, lacking, BAD, f"mend or reinstall {name}; it is for {use or 'kernels and arrays'}")
+            yield Finding(name, lacking, BAD, f"repair or reinstall {name}; it is for {use or 'kernels and arrays'}")
 
 
 @functools.cache

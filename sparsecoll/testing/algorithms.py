@@ -23,10 +23,10 @@ Expected = Callable[[list[SparseVector], int], NDArray[Any]]
 def check_algorithm(algorithm: Algorithm, expected: Expected | None = None, long: bool = True) -> None:
     """Check the contract of algorithms on the simulator, on 1 to 12 ranks; takes some seconds.
 
-    All ranks get the same bits, in every run and every order of messages; inputs are not changed; what contributed adds
-    up to the result, also if values are rounded on the wire; no coordinate waits for ever with error feedback; every
-    dtype, format and number of entries is taken, and vectors that are empty, tiny or longer than 2^32. An exact sum and
-    the top k of a sum, as `semantics` says, are compared with those of NumPy.
+    All ranks get the same bits, also in a run with another order of messages; inputs are not changed; what contributed
+    adds up to the result, also if values are rounded on the wire; no coordinate waits for ever with error feedback;
+    floats, integers, bool, lossless formats and any number of entries are taken, and vectors that are empty, tiny or
+    longer than 2^32. An exact sum and the top k of a sum, as `semantics` says, are compared with those of NumPy.
 
     Args:
         algorithm: an object of the class; each call gets a copy.
