@@ -115,7 +115,7 @@ class Accumulator(Owner):
         take_over(self, others, self._replica.params)
 
     def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
-        """A DistributedOptimizer steps a parameter; another SparseSGD may, which needs no hook."""
+        """Record that another owner steps a parameter, if it is no SparseSGD: the next step then raises."""
         if to.replaces and not isinstance(to, Accumulator):
             self.replaced = name
 

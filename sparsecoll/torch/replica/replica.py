@@ -326,7 +326,7 @@ class Replica:
             self.context.step = outcome.step + 1
 
     def broadcast_buffers(self, outcome: Round) -> None:
-        """Make buffers that a forward pass has changed those of the lowest rank that has data. Collective."""
+        """Set buffers that a forward pass has changed to those of the lowest rank that has data. Collective."""
         replaced = outcome.flags & REPLACED
         tensors = list(self.buffers.tensors.values()) if replaced else self.buffers.of(outcome.modules)
 
