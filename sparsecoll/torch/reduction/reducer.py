@@ -138,8 +138,8 @@ class Reducer(Owner):
         """Send gradients when back-propagation has ended, from now on."""
         self._early = False
         logger.warning(
-            "rank %d: gradients came more than once before a back-propagation ended (reentrant checkpointing does so;"
-            " use_reentrant=False does not): they are sent at its end from now on",
+            "rank %d: gradients were computed more than once before a back-propagation ended (reentrant checkpointing"
+            " does so; use_reentrant=False does not): they are sent at its end from now on",
             self.replica.transport.rank,
         )
 
