@@ -24,8 +24,8 @@ def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
 
     Args:
         argument: its name.
-        value: what was given.
-        choices: what may be given.
+        value: the value passed.
+        choices: the values allowed.
 
     Raises:
         ValueError: `value` is not in `choices`.

@@ -66,8 +66,8 @@ class Residual:
 
         Raises:
             ValueError: The gradient has another length, or the scale of whole numbers is not one.
-            TypeError: The gradient is something else than an array, as a tensor is, or of a dtype that would lose more
-                than digits, as complex numbers in a real residual.
+            TypeError: The gradient is not an array (a tensor is not), or its dtype would lose more than digits, as
+                complex numbers in a real residual.
         """
         self._acc.add_later(gradient, scale)
         return self._acc.flush()
@@ -260,7 +260,7 @@ class LazyAccumulator(DenseVector):
             self._kernels.form(self._array, self._taken())
 
     def _taken(self, clear: bool = False) -> Pass:
-        """Return the work, which no longer waits: if a pass fails, none does it again."""
+        """Return the deferred work and forget it, so that it is not done twice if a pass fails."""
         work, self._work = self._work._replace(clear=clear), PLAIN
         return work
 
@@ -301,7 +301,7 @@ class LazyAccumulator(DenseVector):
         self._removed = None
 
     def has_removed(self, entries: SparseVector | DenseVector) -> TypeGuard[SparseVector]:
-        """Return whether `entries` are what the last pass has removed: the same arrays, which takes no time to see."""
+        """Return whether `entries` are those that the last pass removed, by identity of the arrays."""
         gone = self._removed
         if gone is None or not isinstance(entries, SparseVector) or entries.length != gone.length:
             return False
@@ -330,5 +330,5 @@ class LazyAccumulator(DenseVector):
 
 
 def _at_same_indices(a: SparseVector, b: SparseVector) -> bool:
-    """Return whether two vectors have the same indices; most often they are one array, which takes no time."""
+    """Return whether two vectors have the same indices, most often one array, which takes no time to compare."""
     return a.indices is b.indices or (a.nnz == b.nnz and bool((a.indices == b.indices).all()))

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import get_args
 
 import pytest
 
+import sparsecoll
 from sparsecoll.algorithms import ALGORITHMS, ROW_ALGORITHMS
 from sparsecoll.algorithms.owners import OWNERS
 from sparsecoll.collectives import signature
@@ -118,6 +120,22 @@ def test_the_options_of_calls_are_those_that_their_types_have():
     own = {"owner", "return_reduction"}
     named = set(signature.RegionOptions.__annotations__) | set(signature.AllreduceOptions.__annotations__)
     assert named - own == {field.name for field in fields(CallOptions)} == set(signature.DESCRIPTIONS) - own
+
+
+def test_options_pass_by_keyword():
+    """At most five arguments by position, and those of torch.optim.SGD."""
+    torch = pytest.importorskip("torch")
+    named = vars(sparsecoll) | vars(importlib.import_module("sparsecoll.torch"))
+    named |= importlib.import_module("sparsecoll.torch.compressors").COMPRESSORS
+    named = {name: found for name, found in named.items() if not name.startswith("_") and callable(found)}
+    limits = {name: 5 for name in named if not isinstance(named[name], type) or "__init__" in vars(named[name])}
+    for name, most in (limits | {"SparseSGD": by_position(torch.optim.SGD)}).items():
+        assert by_position(named[name]) <= most, name
+
+
+def by_position(function):
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @pytest.mark.parametrize("option", ["missing", "nonfinite"])

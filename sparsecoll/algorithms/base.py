@@ -37,13 +37,13 @@ class Reduction(Generic[V]):
 
     Attributes:
         value: the result, with the same bits on every rank.
-        contributed: this rank's entries that entered the result, with the values that entered. Their sum over the
-            ranks (their mean, if `op` is "mean") is `value`, up to rounding; residual = acc - contributed.
-            Of bool, whose sum is the logical or, the entries at the indices of `value`. Computed from the caller's x
-            when it is first read.
+        contributed: this rank's entries that entered the result, with the values that entered. Their sum over the ranks
+            (their mean, if `op` is "mean") is `value`, up to rounding; residual = acc - contributed. For bool, whose
+            sum is the logical or, the entries at the indices of `value`. Computed from the caller's x when it is first
+            read.
         traffic: Traffic of this rank in this call.
-        parts: vectors whose sum `value` is, until it is first read, as `DenseVector.copy_sum` takes them; None
-            afterwards, and where the sum is formed at once.
+        parts: the vectors whose sum is `value`, as `DenseVector.copy_sum` takes them, until `value` is first read; None
+            afterwards, or if the sum is formed at once.
 
     Args:
         value: the result, or a function that returns it.
@@ -85,7 +85,7 @@ class Reduction(Generic[V]):
 
 
 def reduced(algorithm: Algorithm, channel: Channel, x: Any, k: int) -> Reduction:
-    """Return the algorithm's Reduction of x; of bool, the entries of x at the result's indices have contributed."""
+    """Return the algorithm's Reduction of x; for bool, the entries of x at the result's indices have contributed."""
     reduction = algorithm(channel, x, k)
     if not isinstance(reduction, Reduction):
         got = type(reduction).__name__
@@ -143,8 +143,8 @@ class Algorithm(Stateful, ABC):
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         """Return a message of x that is sent together with the arguments of a call without k, see `Channel.gathered`.
 
-        It has AGREEMENT_BYTES of room at its end, and nothing else if x is not to be sent so early. None, the default,
-        on all ranks if the algorithm does not send x in one message to all.
+        It ends with AGREEMENT_BYTES of room, and consists of nothing else if x is sent later. None, the default, on all
+        ranks if the algorithm does not send x in one message to all.
         """
         return None
 
@@ -176,9 +176,9 @@ class Algorithm(Stateful, ABC):
         return f"{self.name}({options})"
 
     def replicated_state(self) -> tuple[int, int]:
-        """Return the number of calls made and a `digest` of what else of the state must be the same on all ranks.
+        """Return the number of calls made and a `digest` of other state that must be the same on all ranks.
 
-        They compare it in each call, without a message if an earlier call ended in that state. (0, 0), the default, if
+        Ranks compare it in each call, without a message if an earlier call ended in that state. (0, 0), the default, if
         nothing must be the same, or in a new object.
         """
         return 0, 0
@@ -191,7 +191,7 @@ class Algorithm(Stateful, ABC):
 
 
 def digest(numbers: Sequence[int]) -> int:
-    """Return a checksum of integers for `Algorithm.replicated_state`; 0 of none."""
+    """Return a checksum of integers for `Algorithm.replicated_state`; 0 without integers."""
     return zlib.crc32(array("q", numbers))
 
 

@@ -32,7 +32,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 Span = tuple[int, int]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LowBit(Algorithm):
     """Sum of all n values in 8, 4, 2 or 1 bits a value, at any number of ranks.
 

@@ -26,7 +26,7 @@ MAX_K_RATIO = 2.0  # thresholds and boundaries are reused if k changes by at mos
 MAX_LOAD_RATIO = 1.5  # load of a region, divided by the mean, above which the next call repartitions
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OkTopk(Algorithm):
     """Top k of the sum of the ranks' top k: Algorithm 1 of the paper, for any P.
 
@@ -162,8 +162,8 @@ class OkTopk(Algorithm):
     def _split_and_reduce(self, channel: Channel, x: SparseVector, k: int) -> tuple[SparseVector, int]:
         """Return the sum of the own region in the accumulator dtype, and the number of entries added. Equation (1).
 
-        Entries are added when at least as many as the sum has are there, so that with many ranks the sum is not read
-        and written again for every bucket.
+        Entries are added as soon as there are at least as many as the sum has, so that with many ranks the sum is not
+        read and written again for every bucket.
         """
         rank, size = channel.rank, channel.size
         chunks = pipeline.chunks(k * (x.dtype.itemsize + 1) / size, channel.transport.one_node)  # of each region
@@ -198,7 +198,7 @@ class OkTopk(Algorithm):
     def _select_global(
         self, channel: Channel, reduced: SparseVector, load: int, k: int
     ) -> tuple[SparseVector, int, list[int] | None]:
-        """Return the own entries of the global top k, the most of a rank, and, if unbalanced, those of each rank."""
+        """Return this rank's part of the global top k, the size of the largest part and, if unbalanced, of each."""
         reuse = self._global
         exact = self.exact or reuse.due
         estimate = reduced if exact else reduced.threshold(reuse.value or 0.0, reduced.nnz)

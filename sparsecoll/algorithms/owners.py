@@ -57,8 +57,8 @@ class RowOwners(RowAlgorithm):
     Args:
         owner: "hash" (the default) gives a row to a rank by a hash of its number, which balances rows of any
             distribution, as ZEN does (Wang and others, OSDI 2025). "range" gives each rank n/P successive rows.
-            "quantile" gives each rank successive rows of which all ranks together hold as many as of every other
-            rank's, found by counting, as Ok-Topk does (Li and Hoefler, PPoPP 2022).
+            "quantile" gives each rank successive rows, so that the ranks' stored rows are divided equally, by counting
+            them as Ok-Topk does (Li and Hoefler, PPoPP 2022).
 
     Raises:
         ValueError: `owner` is none of these.
@@ -113,8 +113,7 @@ class RowAuto(RowAlgorithm):
     ranks, and the costs of messages that `sparsecoll.Auto` assumes. So long calls on 6 ranks and more go to owners.
     Pass `RowOwners` where all ranks have nearly the same rows.
 
-    A dense sum is no choice: with every row on every rank, `RowOwners` moves what it moves, and less than a byte for
-    each row.
+    It never forms a dense sum: even with every row on every rank, `RowOwners` moves less than a byte a row more.
 
     Args:
         owner: as in `RowOwners` (default: "hash").

@@ -38,7 +38,7 @@ def rows(
         comm: a communicator, whose calls are timed (then it is collective); or the number of virtual ranks, or several
             such numbers, whose bytes and messages are counted and whose seconds are those of a modelled network.
         algos: texts as `--algo` of the command line takes them, Algorithm objects and Compressor objects, which are
-            copied; or a dict of such from the name in the rows.
+            copied; or a dict of these by the name in the rows.
         n: length of the vectors, or several.
         density: k / n, or several.
         format: as in `sparsecoll.allreduce` (default: "auto"); of algorithms that are not dense.

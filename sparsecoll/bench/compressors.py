@@ -16,7 +16,7 @@ from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
 def mean_of(comm: Any, compressor: Compressor) -> Callable[[NDArray[Any]], tuple[float, float, float, float]]:
     """Return a function that takes one step of training with a gradient, which is nearly square for low ranks.
 
-    The function returns bytes sent and received, messages sent, and NaN for the entries, which nobody counts.
+    The function returns bytes sent and received, messages sent, and NaN for the entries, which are not counted.
     """
     trained: list[tuple[torch.nn.Parameter, DistributedOptimizer]] = []
 

@@ -81,8 +81,8 @@ def joined_or_alone() -> Iterator[tuple[Any, list[Finding]]]:
 def examine(comm: Any, trouble: Sequence[Finding] = ()) -> Iterator[Finding]:
     """Yield all findings, the same number on all ranks; collective.
 
-    What takes no time comes first, beginning with what is not good; self-tests follow as they end. A check that raises
-    is a finding, too.
+    Quick checks come first, those that are not good before the others; self-tests follow as they end. A check that
+    raises becomes a finding.
     """
     parts = [_versions(), _mpi(), _sockets(), _ranks(comm), _cores(comm), _kernels(), _kernel_threads(comm), _gpu(comm)]
     quick = [finding for part in (*parts, _variables()) for finding in _surviving(part)]
@@ -91,7 +91,7 @@ def examine(comm: Any, trouble: Sequence[Finding] = ()) -> Iterator[Finding]:
 
 
 def _surviving(check: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield what a check finds; if it raises, that is found."""
+    """Yield the findings of a check; an exception becomes one."""
     try:
         yield from check
     except Exception as error:  # whatever is broken
@@ -99,7 +99,7 @@ def _surviving(check: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def _failed(subject: str, error: Exception) -> Finding:
-    return Finding(subject, telling_line(f"{type(error).__name__}: {error}"), BAD, "mend what the error names")
+    return Finding(subject, telling_line(f"{type(error).__name__}: {error}"), BAD, "fix what the error names")
 
 
 def _versions() -> Iterator[Finding]:
@@ -112,7 +112,7 @@ def _versions() -> Iterator[Finding]:
         elif lacking == MISSING and use:
             yield Finding(name, f"not installed (optional, for {use})")
         else:
-            yield Finding(name, lacking, BAD, f"mend or reinstall {name}; it is for {use or 'kernels and arrays'}")
+            yield Finding(name, lacking, BAD, f"repair or reinstall {name}; it is for {use or 'kernels and arrays'}")
 
 
 @functools.cache

@@ -34,7 +34,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Volume(Shape):
-    """A shape in which nothing takes time but bytes, a second each, of messages in the formats of another shape."""
+    """A shape whose seconds are bytes: each byte takes one, and nothing else does. Formats are those of `real`."""
 
     real: Shape
 

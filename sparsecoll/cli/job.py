@@ -34,7 +34,7 @@ def check_mpi4py() -> None:
     """Raise if an mpirun has started this process, and mpi4py is missing.
 
     Raises:
-        ValueError: it is; each process would be a job of one rank.
+        ValueError: mpi4py is missing, so that each process would be a job of one rank.
     """
     variable, processes = launcher.processes()
     if processes > 1 and variable != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:

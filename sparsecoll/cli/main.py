@@ -204,7 +204,7 @@ def _check_writable(comm: Any, *paths: Path | None) -> None:
 
 @contextlib.contextmanager
 def _checking_arguments() -> Iterator[None]:
-    """Context manager: what is raised inside is due to an argument, for which the exit status is 2."""
+    """Context manager: an exception inside is due to an argument, so that the exit status is 2."""
     try:
         yield
     except (ValueError, TypeError, CommunicationError) as error:
@@ -326,7 +326,7 @@ def _end_after_interrupt() -> None:
 
 
 def _announce_compilation() -> None:
-    """Show the line that the kernels log when they are compiled for the first time, if somebody waits for them."""
+    """Show the line that the kernels log when they are compiled for the first time, on a terminal."""
     logger = logging.getLogger("sparsecoll.kernels.cpu.intrinsics.cache")
     if launcher.rank() == 0 and sys.stderr.isatty() and not logger.handlers:
         handler = logging.StreamHandler()

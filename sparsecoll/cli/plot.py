@@ -67,7 +67,7 @@ def label(row: Row) -> str:
 
 
 def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
-    """A bar for each row: milliseconds by kind of work (mean over the ranks)."""
+    """Draw a bar for each row: milliseconds by kind of work (mean over the ranks)."""
     figure, axes = axes_of(1.2 + 0.32 * len(rows))
     names = [label(r) + ("" if r["density"] in (None, 1.0) else f", {100 * r['density']:.3g} %") for r in rows]
     positions = range(len(rows))  # rows may have the same name
@@ -75,8 +75,8 @@ def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     for part in PARTS:
         widths = [1e3 * r.get(part, 0.0) for r in rows]
         if any(widths):
-            look = {"hatch": HATCHES[part], "edgecolor": "black", "linewidth": 0.4, "height": 0.7}
-            axes.barh(positions, widths, left=left, label=part, **look)
+            fill = {"hatch": HATCHES[part], "edgecolor": "black", "linewidth": 0.4, "height": 0.7}
+            axes.barh(positions, widths, left=left, label=part, **fill)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(positions, names)
     axes.invert_yaxis()
@@ -87,7 +87,7 @@ def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
 
 
 def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = "", scale: float = 1.0) -> None:
-    """A line for each label: column y times `scale` against column x, both logarithmic.
+    """Draw a line for each label: column y times `scale` against column x, both logarithmic.
 
     Raises:
         ValueError: There are more lines than can be told apart.

@@ -48,8 +48,8 @@ def draw(axes: Any, series: Mapping[str, Sequence[tuple[float, float]]]) -> list
     """Draw a line of points for each of at most eight names; return the names, at the ends of lines, for `spread`."""
     names, ground = [], {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the lines of others
     for (name, points), (colour, dash, marker) in zip(series.items(), STYLES, strict=False):
-        look = {"color": colour, "linestyle": dash, "marker": marker, "markevery": max(1, len(points) // 6)}
-        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.4, markersize=5, **look)
+        line = {"color": colour, "linestyle": dash, "marker": marker, "markevery": max(1, len(points) // 6)}
+        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.4, markersize=5, **line)
         leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
         where = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
         text = {"color": colour, "fontsize": 9, "bbox": ground, "arrowprops": leader}
@@ -59,7 +59,7 @@ def draw(axes: Any, series: Mapping[str, Sequence[tuple[float, float]]]) -> list
 
 def spread(axes: Any, names: Sequence[Any]) -> None:
     """Move the names at the ends of lines up or down until none covers another; the axes are complete."""
-    axes.figure.draw_without_rendering()  # settles the layout
+    axes.figure.draw_without_rendering()  # fixes the layout
     points = 72 / axes.figure.dpi
     ends: list[float] = [axes.transData.transform(name.xy)[1] * points for name in names]
     groups: list[list[int]] = []  # of names that stand close together, from the lowest on

@@ -45,8 +45,8 @@ def to_vector(
     """Return a type with keys as a vector, of the same length, dtype and keys on all ranks; collective.
 
     Args:
-        at_once: the arguments of a sum of this collective alone, by name, which ranks compare; None, the default, if
-            few keys are not sent at once.
+        at_once: further arguments of a sum, by name, which ranks compare while they send all entries, if these are few;
+            None, the default, to send only keys here.
 
     Returns:
         (vector, Back of results, whether the vector is already the result).
@@ -94,7 +94,7 @@ def _agree_on_kinds(
 
 
 def _kind_of(x: SparseVector, back: ToMapping) -> int:
-    """Return the number of keys, a bound of the integers, the type of the keys and the dtype as one number.
+    """Return one integer of the number of keys, a bound of the integers, the type of the keys, and the dtype.
 
     A bound of b > 0 stands for magnitudes up to 2^(b-1), and 0 for no integer but 0.
     """

@@ -25,7 +25,7 @@ SIZE_BYTES = 8
 
 
 def rows_of(options: CallOptions, x: Any) -> tuple[RowSparse, Back] | None:
-    """Return what calls that only move data send as rows: types of rows, and a dense array as one row; None for others.
+    """Return x as rows for calls that only move data: types of rows, a dense array as one row; None for other types.
 
     Types of other libraries that consist of rows are vectors in calls that ask for a format of vectors.
     """
@@ -34,7 +34,7 @@ def rows_of(options: CallOptions, x: Any) -> tuple[RowSparse, Back] | None:
 
 
 def packed(options: CallOptions, x: Any) -> Buffer:
-    """Return what the caller sends as one message."""
+    """Return the caller's x as one message."""
     return pack(options, *options.to_entries(x, sums=False, converted=rows_of(options, x)))
 
 

@@ -102,7 +102,7 @@ class CallOptions:
         return Operation(name, self.missing == "zero")
 
     def signature(self, x: Vector | RowSparse | None = None, transport: Transport | None = None) -> dict[str, Any]:
-        """Return what must be the same on all ranks, except `k` and `density`, which are compared as a number.
+        """Return the arguments that ranks compare, except `k` and `density`, which are compared as a number.
 
         Args:
             x: vector or rows, whose length, dtype and memory are added; None, the default, if these may differ.
@@ -228,14 +228,14 @@ class CallOptions:
         return Channel(transport, x.length, form, self.wire_dtype, self.operation, x.width, x.dtype)
 
     def prepared(self, x: V, transport: Transport) -> V:
-        """Return what x contributes to the operation, in place of its values; x itself if nothing changes."""
+        """Return x with the values that it contributes to the operation; x itself if they are its own."""
         if self.op in ("sum", "mean"):
             return x
         values = self.operation.prepared(x.values, transport.rank == transport.size - 1)
         return x if values is x.values else x.with_values(values)  # type: ignore[return-value]
 
     def result(self, y: S, transport: Transport) -> S:
-        """Return what `op` makes of combined entries: a mean is divided by the number of ranks."""
+        """Return the result of `op` for combined entries: a mean is divided by the number of ranks."""
         mean = self.operation.name == "mean" and transport.size > 1
         return y.divide(transport.size) if mean else y  # type: ignore[return-value]
 

@@ -83,7 +83,7 @@ def encode(x: SparseVector, format: str | Format = "auto", value_dtype: str | No
         uint8 array, in the memory of x (host or GPU).
 
     Raises:
-        ValueError: x is a RowSparse, and the format is not Packed.
+        ValueError: x is a RowSparse, and the format is not PackedFormat.
     """
     form = as_format(format)
     if x.width and type(form) is not PackedFormat:
@@ -95,7 +95,7 @@ def decode(buffer: Buffer, length: int, width: int = 0) -> SparseVector:
     """Return the vector, or the RowSparse, in a message.
 
     Args:
-        buffer: the message, uint8, in any format; of a RowSparse in Packed.
+        buffer: the message, uint8, in any format; of a RowSparse, in PackedFormat.
         length: length of the vector, or number of rows of the table.
         width: number of values in a row of a RowSparse (default: 0, for a vector).
 

@@ -1,4 +1,4 @@
-"""Auto: encodes each message in the smallest or fastest format, by exact sizes computed before encoding."""
+"""AutoFormat: encodes each message in the smallest or fastest format, by exact sizes computed before encoding."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class AutoFormat(Chooser):
 
 @functools.lru_cache
 def choosing(beta: float | None, choose: tuple[str, ...] = AutoFormat.choose) -> AutoFormat:
-    """Return `Auto(beta, choose)`, the same object each time."""
+    """Return `AutoFormat(beta, choose)`, the same object each time."""
     return AutoFormat(beta, choose)
 
 

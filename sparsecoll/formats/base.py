@@ -6,7 +6,7 @@ A message is one buffer, in the memory of the vector (host or GPU): a header of 
     byte 1      value dtype id     byte 3      version of this layout
     bytes 4-7   values in a row    bytes 8-15  nnz, unsigned, little-endian
 
-An entry of one value has zero in bytes 4-7; only Packed has messages of rows of values.
+An entry of one value has zero in bytes 4-7; only PackedFormat has messages of rows.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ class Format(ABC):
     def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
         """Return what a receiver of `encode(x)` gets, in x's own dtype; x itself if nothing changes.
 
-        What is returned here counts as contributed, and is then encoded: encoding it must not change it again. A lossy
-        format encodes and decodes x, unless its class knows a faster way; others round the values as on the wire.
+        The result counts as contributed, and is then encoded, which must not change it again. By default, a lossy
+        format encodes and decodes x, and others round the values as on the wire.
         """
         if not self.lossy:
             return rounded(x, value_dtype)

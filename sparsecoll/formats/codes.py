@@ -1,4 +1,4 @@
-"""Values quantized to a few bits, as PackedCodes and LowBit send them (QSGD, Alistarh and others, 2017)."""
+"""Values quantized to a few bits, as PackedCodesFormat and LowBit send them (QSGD, Alistarh and others, 2017)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Codes(Code):
             first: index of the first one.
             seed: seed of the stochastic rounding; None for the nearest level.
             message: memory of `size` bytes.
-            keep_error: subtract what the message says from the values (default: False), except in a bucket that holds
-                NaN or infinity.
+            keep_error: replace the values by their rounding errors (default: False), except in a bucket that holds NaN
+                or infinity.
         """
         scales, codes = self._split(message, first, values.size)
         narrow = contiguous(saturating_cast(values, np.dtype(np.float32)), np.float32)

@@ -95,7 +95,7 @@ class PackedFormat(Format):
 
 @dataclass(frozen=True)
 class PackedIndices(PackedFormat):
-    """As Packed, but without the values, in whose place the receiver gets True; for ranks that agree on indices first.
+    """As PackedFormat, without values: the receiver gets True in their place. For ranks that first agree on indices.
 
     Size in bytes: 34 + 2 * blocks + the coded gaps.
     """
@@ -119,16 +119,16 @@ class PackedIndices(PackedFormat):
 
 @dataclass(frozen=True)
 class PackedCodesFormat(PackedFormat):
-    """As Packed, but with values of 8 or 4 bits: for error feedback, which makes up for the rounding.
+    """As PackedFormat, but with values of 8 or 4 bits: for error feedback, which makes up for the rounding.
 
     Values are rounded to the nearest float of 8 bits (E4M3) or 4 bits (E3M0: sign * scale / 2^i for i of 0 to 6, or 0),
     relative to the largest magnitude of 512 consecutive entries, the scale. Values that are levels do not change, so
-    that encoding twice gives the same as encoding once. No entry is dropped; small values may arrive as zeros. What
-    rounding takes does not count as contributed, and a residual keeps it. For finite float32 and float64, which
-    arrive as float32.
+    that encoding twice gives the same as encoding once. No entry is dropped; small values may arrive as zeros. Rounding
+    errors do not count as contributed, and a residual keeps them. For finite float32 and float64, which arrive as
+    float32.
 
-    Size in bytes: 38 + 4 * ceil(nnz / 512) + nnz * bits / 8, and the table and the coded gaps of Packed. At a density
-    of 1 % an entry takes 12.2 bits with 4 bits, and 40.2 with float32.
+    Size in bytes: 38 + 4 * ceil(nnz / 512) + nnz * bits / 8, and the table and the coded gaps of PackedFormat. At a
+    density of 1 % an entry takes 12.2 bits with 4 bits, and 40.2 with float32.
 
     Args:
         bits: bits per value, sign included: 4 (the default) or 8.

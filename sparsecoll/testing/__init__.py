@@ -29,7 +29,7 @@ def check_compressor(compressor: Compressor, conserves: bool | None = None) -> N
     Args:
         compressor: an object of the class, which is copied.
         conserves: whether gradients and residuals must add up; None, the default, for a compressor that keeps a
-            residual. Momentum, for one, adds to what is sent.
+            residual. A compressor with momentum, for one, sends more than the gradients.
 
     Raises:
         AssertionError: The contract is broken; the text names the case.

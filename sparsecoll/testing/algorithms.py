@@ -23,10 +23,10 @@ Expected = Callable[[list[SparseVector], int], NDArray[Any]]
 def check_algorithm(algorithm: Algorithm, expected: Expected | None = None, long: bool = True) -> None:
     """Check the contract of algorithms on the simulator, on 1 to 12 ranks; takes some seconds.
 
-    All ranks get the same bits, in every run and every order of messages; inputs are not changed; what contributed adds
-    up to the result, also if values are rounded on the wire; no coordinate waits for ever with error feedback; every
-    dtype, format and number of entries is taken, and vectors that are empty, tiny or longer than 2^32. An exact sum and
-    the top k of a sum, as `semantics` says, are compared with those of NumPy.
+    All ranks get the same bits, also in a run with another order of messages; inputs are not changed; what contributed
+    adds up to the result, also if values are rounded on the wire; no coordinate waits for ever with error feedback;
+    floats, integers, bool, lossless formats and any number of entries are taken, and vectors that are empty, tiny or
+    longer than 2^32. An exact sum and the top k of a sum, as `semantics` says, are compared with those of NumPy.
 
     Args:
         algorithm: an object of the class; each call gets a copy.
@@ -129,7 +129,7 @@ def _check(
 
 
 def _rounding(algorithm: Algorithm) -> None:
-    """Multiples of 1/512 near 32 need 14 bits: both wire dtypes round them, and nothing is lost."""
+    """Check that nothing is lost where both wire dtypes round: multiples of 1/512 near 32 need 14 bits."""
     for wire in ("float16", "bfloat16"):
         drawn = [np.random.default_rng(rank) for rank in range(5)]
         values = [(rng.integers(-(2**14), 2**14, 80) / 512).astype(np.float32) for rng in drawn]
@@ -142,7 +142,7 @@ def _rounding(algorithm: Algorithm) -> None:
 
 
 def _bools(algorithm: Algorithm) -> None:
-    """The sum is the logical or, from which nothing can be subtracted."""
+    """Check bool, whose sum is the logical or, from which nothing can be subtracted."""
     for P, on_node in ((1, 1), (5, 2), (6, 3)):
         vectors = [case("random", rank, P).astype(np.dtype(bool)) for rank in range(P)]
         for inputs in (vectors, [x.to_dense() for x in vectors]):
@@ -155,7 +155,7 @@ def _bools(algorithm: Algorithm) -> None:
 
 
 def _long(algorithm: Algorithm) -> None:
-    """Indices next to 2^33 survive, sums of boundaries too; nothing of the length is ever allocated."""
+    """Check that indices next to 2^33 survive, sums of boundaries too, and nothing of the length is allocated."""
     rng, n = np.random.default_rng(1), 2**40
     for P in (1, 3, 8):
         indices = [np.sort(rng.choice(1000, 50, replace=False)) + 2**33 * (rank + 1) for rank in range(P)]
@@ -187,7 +187,7 @@ def _tiny_lengths(algorithm: Algorithm) -> None:
 
 
 def _half_precision(algorithm: Algorithm) -> None:
-    """Eight times 16000 overflows float16: the sum is cut to its largest finite value; infinity stays infinity."""
+    """Check that a sum beyond float16 (8 * 16000) becomes its largest finite value, and infinity stays infinity."""
     x = SparseVector([3, 9], np.array([16000, np.inf], np.float16), 20)
     results = simulate(8, lambda comm: allreduce(comm, x, copy.deepcopy(algorithm), k=20, nonfinite="pass")).results
     for y in results:
@@ -195,7 +195,7 @@ def _half_precision(algorithm: Algorithm) -> None:
 
 
 def _feedback(algorithm: Algorithm) -> None:
-    """With a constant gradient, every coordinate is sent again and again, also with k < P."""
+    """Check that every coordinate of a constant gradient is sent again and again, also with k < P."""
     for n, k in ((30, 2), (101, 9), (200, 50)):
         gradient, turns = np.random.default_rng(n + k).uniform(0.5, 1.5, n), 12 * n // k
 
@@ -214,7 +214,7 @@ def _feedback(algorithm: Algorithm) -> None:
 
 
 def _repeats(algorithm: Algorithm) -> None:
-    """Random floats, whose sums depend on the order of addition; bytes sent are bytes received."""
+    """Check that random floats, whose sums depend on the order, give the same bits, and that all bytes sent arrive."""
     inputs = [np.random.default_rng(rank).standard_normal(3000).astype(np.float32) for rank in range(7)]
     orders = None, lambda steps: len(steps) - 1
     first, again = (_reduced(algorithm, inputs, order=order, k=200)[0].value.to_sparse() for order in orders)
@@ -227,7 +227,7 @@ def _repeats(algorithm: Algorithm) -> None:
 
 
 def _explicit_zeros(algorithm: Algorithm) -> None:
-    """An exact sum has every index that some rank has: zeros of both signs, sums that cancel, zeros on the wire."""
+    """Check that an exact sum has all ranks' indices: zeros of both signs, sums that cancel, zeros on the wire."""
     for P in RANKS if algorithm.semantics == "exact_sum" else ():
         inputs = []
         for rank in range(P):

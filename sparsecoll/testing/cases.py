@@ -49,7 +49,7 @@ def check_class(argument: str, part: Any) -> None:
 
 
 def _own_options(base: type) -> list[str]:
-    """Return what a class that is no dataclass itself annotates."""
+    """Return the options that a class annotates without being a dataclass itself."""
     hints = vars(base).get("__annotations__", {}) if "__dataclass_fields__" not in vars(base) else {}
     return [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
 

@@ -52,7 +52,7 @@ def _bits(model: torch.nn.Module) -> bytes:
 def _wrapped(
     comm: Any, compressor: Compressor, model: torch.nn.Module, momentum: float = 0.0, **options: Any
 ) -> DistributedOptimizer:
-    """Return an optimizer with several buckets, and vectors among what is compressed."""
+    """Return an optimizer with several buckets, whose compressed parameters include vectors."""
     inner = torch.optim.SGD(model.parameters(), 0.1, momentum)
     options = {"bucket_bytes": 6000, "dense_below": 10, **options}
     return DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **options)
@@ -79,7 +79,7 @@ def _replicas(compressor: Compressor, P: int) -> None:
 
 
 def _conservation(compressor: Compressor) -> None:
-    """P * (w0 - w) / lr + residuals of all ranks = all gradients of all ranks."""
+    """Check that P * (w0 - w) / lr + the residuals of all ranks = the gradients of all ranks and steps."""
 
     def program(comm: Any) -> tuple[Any, Any, Any]:
         model = _net()

@@ -21,9 +21,9 @@ def check_format(form: Format) -> None:
     """Check the contract of wire formats; takes about a second.
 
     A message has the size that `plan` gives, and `decode` returns its entries: those of the vector, or, if the format
-    is lossy, those of `roundtrip`, which a second round trip does not change. All dtypes are tried, vectors that are
-    empty, dense or longer than 2^32, values rounded to float16 and bfloat16, and damaged messages, which must raise
-    CommunicationError or give a valid vector. `plan` may refuse dtypes by TypeError or ValueError.
+    is lossy, those of `roundtrip`, which a second round trip does not change. All dtypes but bfloat16 are tried,
+    vectors that are empty, dense or longer than 2^32, values rounded to float16 and bfloat16, and damaged messages,
+    which must raise CommunicationError or give a valid vector. `plan` may refuse dtypes by TypeError or ValueError.
 
     Args:
         form: an object of the class; it need not be in FORMATS.

@@ -76,7 +76,7 @@ def _select(selector: Selector, x: DenseVector | SparseVector, k: int) -> None:
 
 
 def _feedback(selector: Selector, dtype: str) -> None:
-    """take = compensate, select, clear; on data where thresholds are met, missed high and missed low."""
+    """Check that take = compensate, select, clear, for thresholds that select as many as wanted, too few, too many."""
     rng, fused, plain = np.random.default_rng(3), Residual(30_000, dtype), Residual(30_000, dtype)
     mine, theirs = copy.deepcopy(selector), copy.deepcopy(selector)
     for _ in range(8):

@@ -82,6 +82,7 @@ class HookState:
         comm: Any = None,
         compressor: str | Compressor | Algorithm = "topk",
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]] = (),
+        *,
         timeout: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
@@ -290,7 +291,7 @@ class HookState:
             RuntimeError: In DDP's `join()`, a rank has no more data. It would not skip this step.
         """
         if self._joined and self._steps.open:
-            raise RuntimeError("discard: expected all ranks to have data, got one that has left DDP's join()")
+            raise RuntimeError("discard() cannot skip this step, because a rank has left DDP's join()")
         self._steps.discard()
 
     def verify(self) -> None:
@@ -344,7 +345,7 @@ def _all_zero(gradient: torch.Tensor) -> bool:
 
 
 def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:
-    """Before the first gradient of a back-propagation is added, find out what has become of the last ones."""
+    """Find out, before the first gradient of a back-propagation, whether a step was taken with the last ones."""
     alive, task = state(), backward_number()
     if alive is not None and task != alive._task:
         alive._task = task

@@ -61,7 +61,7 @@ class Transport(ABC):
         validated: arguments that have been validated on this communicator, see `collectives.allreduce.arguments_of`.
         epoch: number of calls that have failed, the same on all ranks.
         broken: why the communicator can no longer be used (a rank does not answer or is lost); "" if it can.
-        revoked: whether this rank has revoked the communicator, or the others need not be told that it is broken.
+        revoked: whether this rank has revoked the communicator, or need not tell the others that it is broken.
         cure: what to do then.
     """
 
@@ -100,7 +100,7 @@ class Transport(ABC):
         self.worker, self._caller = None, threading.RLock()
 
     def retire(self, why: str, cure: str) -> None:
-        """Refuse calls from now on, without a word to the other ranks."""
+        """Refuse calls from now on, without telling the other ranks."""
         self.broken, self.cure, self.revoked = why, cure, True
 
     def finish(self, seconds: Callable[[], float]) -> None:
@@ -139,7 +139,7 @@ class Transport(ABC):
         return self.waits_by(self.rank, what, self.timeout, error, on_stall, self.abort, self.fail)
 
     def reset(self) -> None:
-        """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
+        """Discard results that the ranks have in common; after a failed call, only some of them may have the latest."""
         for known in (self.agreed, self.validated, self.history, self.notices):
             known.clear()
         self.nodes = None

@@ -56,7 +56,7 @@ class CollectiveCall:
         transport: the communicator.
         name: name of the call, for error messages.
         timeout: seconds to wait for a message, above 0; None, the default, for no limit.
-        failed: what this rank has to report, raised before any message; None, the default, for nothing.
+        failed: an exception of this rank, raised before any message; None, the default, for none.
 
     Attributes:
         name: name of the call.
@@ -185,7 +185,7 @@ class CollectiveCall:
         return counts
 
     def leaves(self, state: tuple[int, int]) -> None:
-        """Note the state in which this call leaves the algorithm object, the same on all ranks: they agree on it."""
+        """Record the state in which this call leaves the algorithm object, the same on all ranks, as agreed on."""
         if self._checksum is not None and state != STATELESS:
             self._number_of(stamped(self._checksum, state))
 
@@ -217,9 +217,9 @@ class CollectiveCall:
         return [tuple((~least).tolist()), tuple(most.tolist())]
 
     def _number_of(self, key: int) -> int:
-        """Return the number of what the ranks agree on, the same on all: they agree in the same order.
+        """Return the number of an agreement, the same on all ranks, which agree in the same order.
 
-        If all numbers are in use, it is that of what has not been used for the longest time.
+        If all numbers are in use, it is the least recently used one.
         """
         agreed = self.transport.agreed
         number = agreed.pop(key, None)

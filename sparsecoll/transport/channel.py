@@ -33,7 +33,7 @@ class Channel:
         value_dtype: name of the dtype of values on the wire; None, the default, for their own.
         op: how values of the same index are combined (default: the sum).
         width: number of values in a row, if the call is one on RowSparse (default: 0): what is a vector below is then a
-            RowSparse, and the format must be Packed.
+            RowSparse, and the format must be PackedFormat.
         dtype: of the vectors of the call, and of its results; None, the default, for that of the parts of a sum.
 
     Attributes:

@@ -31,7 +31,7 @@ class Network:
         _check_costs(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """Costs of computation on the simulator, in seconds; by default computation takes no time.
 

@@ -129,6 +129,7 @@ def simulate(
     fn: Callable[[SimComm], T],
     network: Network | None = None,
     ranks_per_node: int = 1,
+    *,
     inside: Network | None = None,
     costs: Costs | None = None,
     schedule: Schedule | None = None,

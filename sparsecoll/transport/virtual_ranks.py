@@ -154,7 +154,7 @@ class World:
             raise Stopped
 
     def wait(self, rank: int, routes: Collection[Route], otherwise: Callable[[], list[Step]] = list) -> Step:
-        """Let other ranks run until this one can go on; return how. A message that has come stays in the mailbox."""
+        """Let other ranks run until a step of this one is possible; return it. A message stays in the mailbox."""
         self._check_running()
         for route in routes if self.schedule is None else ():
             if self.mail.get(route):
@@ -303,7 +303,7 @@ class SimTransport(Transport):
         raise self.fail(f"rank {self.rank} {what} for {self.timeout} s: no answer within the timeout")
 
     def _next(self, source: int) -> Message:
-        """Take the next message of a source, which has come."""
+        """Take the next message of a source, which has arrived."""
         message = self._world.mail[self._route(source, self.rank)].popleft()
         network, port = self._port(source)
         port.into = max(message.arrival, port.into + network.beta * message.content.size)

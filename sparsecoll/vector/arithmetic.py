@@ -27,7 +27,7 @@ class Arithmetic(Entries):
         """Return a new array of this shape: SciPy's name of `to_dense`."""
         return self.to_dense()
 
-    def _is_alike(self, other: object) -> bool:
+    def _is_same_type(self, other: object) -> bool:
         """Return whether `other` is of this type; raise TypeError if it is an array or a matrix."""
         if isinstance(other, type(self)) or (isinstance(other, Arithmetic) and isinstance(self, type(other))):
             return True
@@ -39,7 +39,7 @@ class Arithmetic(Entries):
     def __add__(self, other: Any) -> Self:
         if isinstance(other, (int, float)) and other == 0:  # where the built-in sum() starts
             return self.copy()
-        if not self._is_alike(other):
+        if not self._is_same_type(other):
             return NotImplemented
         if self.shape != other.shape:
             raise ValueError(f"{type(self).__name__}: expected two of one shape, got {self.shape} and {other.shape}")
@@ -49,7 +49,7 @@ class Arithmetic(Entries):
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Self:
-        if not self._is_alike(other):
+        if not self._is_same_type(other):
             return NotImplemented
         negated: Self = -other.astype(common_dtype(self.dtype, other.dtype))  # its own may wrap
         return self + negated
@@ -85,7 +85,7 @@ class Arithmetic(Entries):
         return self.with_values(values.astype(dtype, copy=False))
 
     def __eq__(self, other: object) -> Any:
-        if not self._is_alike(other):
+        if not self._is_same_type(other):
             return NotImplemented
         assert isinstance(other, Arithmetic)
         mine, theirs = self.indices, other.indices

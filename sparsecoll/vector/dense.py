@@ -87,6 +87,9 @@ class DenseVector(Values):
     def __len__(self) -> int:
         return self.length
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[index]
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         array = np.asarray(self.values, dtype)
         if copy is False and array is not self.values:

@@ -65,7 +65,7 @@ class Operation:
         return fold in ("min", "prod", "and")
 
     def prepared(self, values: NDArray[Any], last: bool) -> NDArray[Any]:
-        """Return what a rank contributes in place of its values.
+        """Return the values that a rank contributes in place of its own.
 
         Args:
             last: whether the rank is the last one, whose zeros "replace" the others' values, too.

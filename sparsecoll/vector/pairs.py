@@ -88,7 +88,7 @@ def sorted_order(indices: Any) -> tuple[Any, Any]:
 
 
 def run_sums(parts: Sequence[Any], order: Any, starts: Any, dtype: np.dtype[Any], op: Operation = SUM) -> Any:
-    """Return the sum of each run of rows, added in order from +0, or what another operation makes of it.
+    """Return the sum of each run of rows, added in order from +0, or its result by another operation.
 
     Args:
         parts: arrays of shape (r, d), whose rows are numbered one part after the other.
@@ -113,7 +113,7 @@ def run_sums(parts: Sequence[Any], order: Any, starts: Any, dtype: np.dtype[Any]
 
 
 def _run_folds(parts: Sequence[Any], order: Any, starts: Any, dtype: np.dtype[Any], op: Operation) -> Any:
-    """Return what `op` makes of each run of rows.
+    """Return the result of `op` for each run of rows.
 
     Rows are numbered by their sums, so that the values of each part have ascending flat positions, as entries have.
     """

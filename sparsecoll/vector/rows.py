@@ -133,7 +133,7 @@ class RowSparse(Arithmetic):
 
     @property
     def n(self) -> int:
-        """Number of rows of the table; as `length`."""
+        """Number of rows of the table, the same as `length`."""
         return self.length
 
     @property

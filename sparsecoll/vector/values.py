@@ -79,7 +79,7 @@ def common_dtype(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def can_add(dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
-    """Return whether values of `dtype` can be added to those of `to`, of which nothing but digits is lost."""
+    """Return whether values of `dtype` can be added to those of `to` without losing more than digits."""
     return dtype == to or (np.can_cast(dtype, to, "same_kind") and (dtype.kind != "c" or to.kind == "c"))
 
 
@@ -134,7 +134,7 @@ def dense_values(array: Any) -> Any:
 
 
 class Kind(NamedTuple):
-    """How errors call the arguments of a class of entries, and which values it takes."""
+    """The names of the arguments of a class of entries in errors, and the shape of its values."""
 
     indices: str
     length: str

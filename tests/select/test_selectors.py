@@ -337,6 +337,7 @@ def test_an_accumulator_is_an_array_after_the_work_that_waits():
     assert len(acc) == 3 and np.asarray(acc).tolist() == [2.0, -1.0, 1.0]
     assert np.asarray(acc) is acc.values and np.array(acc) is not acc.values
     assert np.asarray(acc, np.float64).dtype == np.float64 and np.sum(acc) == 2.0
+    assert acc[1] == -1.0 and acc[1:].tolist() == [-1.0, 1.0]
     acc.clear_selected = True
     acc.topk(1)
     assert np.asarray(acc).tolist() == [2.0, -1.0, 1.0]  # nothing is removed before `commit`

@@ -176,7 +176,7 @@ def test_an_optimizer_that_another_one_has_replaced_raises_when_it_steps(overlap
         first = wrapped(model, comm, overlap=overlap)
         second = wrapped(model, comm, overlap=overlap)
         train(comm, model, second, range(2))  # as when a cell of a notebook is run again
-        with pytest.raises(RuntimeError, match=r"expected parameters that no other optimizer updates, got '0\.weight'"):
+        with pytest.raises(RuntimeError, match=r"'0\.weight' is also updated by"):
             train(comm, model, first, range(2))
         return bits(model)
 
@@ -189,7 +189,7 @@ def test_a_step_of_the_wrapped_optimizer_is_refused():
         inner = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = DistributedOptimizer(inner, model, comm)
         loss_of(model, batch(comm.rank, 0)).backward()
-        with pytest.raises(RuntimeError, match="expected a call of DistributedOptimizer's step"):
+        with pytest.raises(RuntimeError, match="of a wrapped optimizer"):
             inner.step()
         optimizer.close()
         inner.step()
@@ -206,7 +206,7 @@ def test_a_step_without_the_optimizer_that_has_wrapped_it_is_refused():
         DistributedOptimizer(inner, model, comm, "none")  # nobody keeps it
         gc.collect()
         loss_of(model, batch(comm.rank, 0)).backward()
-        with pytest.raises(RuntimeError, match=r"DistributedOptimizer is gone.*keep it"):
+        with pytest.raises(RuntimeError, match=r"DistributedOptimizer is gone.*keep the"):
             inner.step()
         optimizer = DistributedOptimizer(inner, model, comm, "none")
         train(comm, model, optimizer, range(2))

@@ -77,7 +77,7 @@ BAD = [
     ({"lr": "0.1"}, TypeError, "lr: expected a number"),
     ({"momentum": True}, TypeError, "momentum: expected a number"),
     ({"weight_decay": float("nan")}, ValueError, "weight_decay"),
-    ({"nesterov": True}, ValueError, "nesterov: expected momentum > 0"),
+    ({"nesterov": True}, ValueError, "nesterov=True needs momentum > 0"),
     ({"nesterov": 1, "momentum": 0.9}, TypeError, "nesterov: expected True or False"),
     ({"density": 0}, ValueError, "density: expected in"),
     ({"density": "1%"}, TypeError, "density: expected a number"),

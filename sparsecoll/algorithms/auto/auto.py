@@ -30,15 +30,15 @@ BITS = 5  # of a number of entries, by which choices are made, so that few are p
 class Auto(Algorithm):
     """Runs the algorithm that a cost model predicts to be the fastest, with the fastest format.
 
-    1. Predict dense, allgather, recursive doubling, split and dynamic gather (`sparcml`), and recursive halving
-       (`densestream` with even regions), for uniform supports; for "top_k_of_sum" also `oktopk`, while the sums of the
-       others are truncated to k entries.
+    1. Predict the times of dense, allgather, recursive doubling and dynamic gather (both of `sparcml`), and recursive
+       halving (`densestream` with even regions), for uniform supports; for "top_k_of_sum" also of `oktopk`, while the
+       sums of the others are truncated to k entries.
     2. Run the fastest. If the caller did not set the format, messages use the one that takes the least time to encode
        and send.
 
-    In a short call without k and density on up to 64 ranks, those for whose number of entries `allgather` is predicted
-    to be the fastest, with the messages that compare arguments saved, send their entries with them; if all do, the rest
-    is `allgather`'s.
+    In a call without k and density on up to 64 ranks, a rank sends its entries together with the arguments if
+    `allgather` is predicted to be the fastest for so many entries. If all ranks do, the call is an `allgather` without
+    further messages.
 
     Nothing is measured: the choice depends on n, k (or the ranks' numbers of entries), P, the bytes of a value, whether
     all ranks are on one machine, and the network. So the same input gives the same bits in every run.
@@ -76,7 +76,7 @@ class Auto(Algorithm):
 
     @property
     def takes_ops(self) -> bool:  # type: ignore[override]
-        """Whether the result is not a top k."""
+        """Whether it takes operations other than the sum: only for the exact sum."""
         return self.want == "exact_sum"
 
     def replicated_state(self) -> tuple[int, int]:

@@ -11,11 +11,11 @@ from sparsecoll.transport.channel import Channel, S
 def balanced(channel: Channel, x: S, held: Sequence[int], order: Sequence[int]) -> S:
     """Return as many entries, or rows, on each rank, to within one; collective.
 
-    The entries of the ranks in `order` are taken for one list, of which every rank gets an equal part; what leaves a
-    rank goes to its neighbours in this list. Volume: the entries that are beyond the mean.
+    The entries of the ranks in `order` form one list, of which every rank gets an equal part; entries that leave a rank
+    go to its neighbours in this list. Volume: the entries that are beyond the mean.
 
     Args:
-        x: this rank's entries, rounded as on the wire, of which no other rank has one.
+        x: this rank's entries, rounded as on the wire; no other rank has one at these indices.
         held: number of entries of each rank, in this order.
     """
     size, position = channel.size, order.index(channel.rank)

@@ -38,7 +38,7 @@ def global_topk(
         total: number of entries of all ranks.
         largest: largest magnitude key of all ranks.
         order: the ranks, in the order of their regions.
-        reuse: has the threshold of the last call, and is told the one that is found.
+        reuse: holds the threshold of the last call, and gets the new one.
         exact: whether exactly k entries are wanted (default: True).
     """
     slack = -1 if exact else int(k * reuse.tolerance / 2)

@@ -44,7 +44,7 @@ def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
 def shares(k: int, parts: int, call: int) -> list[int]:
     """Return how many of k entries each of several parts of the index space may have, which differ by at most one.
 
-    If there are fewer entries than parts, other parts have one in each call, so that no part never has any.
+    With fewer entries than parts, the parts that have one change from call to call, so that each has its turn.
     """
     each = [above - below for below, above in pairwise(even(k, parts))]
     first = call % parts if k < parts else 0

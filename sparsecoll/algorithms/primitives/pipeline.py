@@ -30,7 +30,7 @@ def chunks(size: float, one_node: bool) -> int:
 
 
 def chunks_of(channel: Channel, dtype: np.dtype[Any], entries: float) -> int:
-    """Return the number of chunks of messages of about so many entries; 1 in lossy formats, which round a message."""
+    """Return the number of chunks of a message of about so many entries; 1 for lossy formats, which round it whole."""
     whole = channel.size == 1 or channel.format.lossy or channel.width
     return 1 if whole else chunks(entries * (dtype.itemsize + 1), channel.transport.one_node)
 

@@ -80,7 +80,7 @@ class Compressor(ABC):
         self.versions = Versions()
 
     def for_small(self) -> Compressor | str:
-        """Return the compressor, or its name, of parameters that are too small to be compressed: the exact mean."""
+        """Return the compressor, or its name, for parameters that are too small to be compressed: the exact mean."""
         return "none" if self.communicates else self
 
     def for_rows(self) -> dict[str, Any]:
@@ -162,11 +162,11 @@ class Compressor(ABC):
         return {}
 
     def state_shape(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape of a kind of state of a parameter of a given shape; None, which is not compared."""
+        """Return the shape of a kind of state of a parameter with this shape; None if shapes are not compared."""
         return None if kind in self.replicated_state else shape
 
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Copy saved tensors, of which `state` has all kinds and names, into the state."""
+        """Copy saved tensors into the state; `state` has all of their kinds and names."""
         own = self.state()
         for kind, entries in saved.items():
             for name, t in entries.items():
@@ -185,7 +185,7 @@ class Compressor(ABC):
         return f"{self.name}({options})"
 
     def signature(self) -> dict[str, str]:
-        """Return name and options by what errors call them, so that an error names the one that ranks do not share."""
+        """Return name and options as errors call them, so that an error names the one that differs between ranks."""
         options = {f"compressor.{name}": value for name, value in self._described().items()}
         return {"compressor": self.name, **options}
 
@@ -211,7 +211,7 @@ class Compressor(ABC):
         compared: Mapping[str, Any] = NOTHING,
         **options: Any,
     ) -> Reduction:
-        """Sum what was selected; ranks compare the values of `compared`, too."""
+        """Sum the selected entries over the ranks, which also compare the values of `compared`."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
         # dense sums pass NaN on, as plain data parallelism does; others have been checked
@@ -258,7 +258,7 @@ class ErrorFeedback(Compressor):
         return self.acc.flush()
 
     def begin(self, acc: Array, source: Array | None = None) -> None:
-        """Take memory for acc, which begins as its content or `source`; the rest becomes the trial residual."""
+        """Let acc be a vector in this memory, of its values or those of `source`; it becomes the trial residual."""
         self.acc, self._residual.trial = LazyAccumulator(acc, source), acc
 
     @property
@@ -270,8 +270,8 @@ class ErrorFeedback(Compressor):
     def contributed(self, sent: Vector) -> None:
         """Subtract what contributed from acc; the rest is the trial residual.
 
-        Nothing is left to do where the pass that selected `sent` has removed these entries from acc. If it has removed
-        others, they are put back first.
+        If the pass that selected `sent` has removed these entries from acc, nothing is left to do; other entries that
+        it has removed are put back first.
 
         Raises:
             ValueError: `sent` has another length than acc.
@@ -306,7 +306,7 @@ def entries_of(density: Density, length: int, step: int) -> int:
 
 
 def overflowed(values: Array) -> Array:
-    """Make values infinite, in place, that are sent as the largest one of float16, or were received as such."""
+    """Replace values that are sent, or were received, as the largest float16 by infinity, in place."""
     largest = values.dtype.type(np.finfo(np.float16).max)
     if values.size and kernels_of(values).key_range(values)[1] >= int(largest.view(f"u{values.dtype.itemsize}")):
         beyond = abs(values) >= largest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +54,7 @@ class COVAP(ErrorFeedback):
     needs_all_buckets = True
 
     interval: int = 4
+    _: KW_ONLY
     start: float = 0.8
     ascend_steps: int = 100
     ascend: float = 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class TopKCompressor(ErrorFeedback):
     density: Density = 0.01
     algo: str | Algorithm = "auto"
     selector: Selector | None = None
+    _: KW_ONLY
     format: str | Format = "auto"
     value_dtype: str | None = None
     momentum: float = 0.0
@@ -100,7 +101,7 @@ class TopKCompressor(ErrorFeedback):
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
         if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov: expected False without momentum, got True")
+            raise ValueError("nesterov=True needs momentum > 0")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: expected above 0, got {self.clip}")
         if self.clip_by not in ("parameter", "bucket"):
@@ -128,7 +129,7 @@ class TopKCompressor(ErrorFeedback):
         return type(self._algorithm).select is Algorithm.select and (selector is None or built_in(type(selector)))
 
     def for_small(self) -> Compressor | str:
-        """Return the exact mean, with the momentum and the clipping that the optimizer and the loop leave to this."""
+        """Return the exact mean, with the momentum and the clipping of this compressor."""
         if self.momentum == 0 and self.clip is None:
             return super().for_small()
         own = {name: getattr(self, name) for name in ("momentum", "nesterov", "clip", "clip_by")}
@@ -230,8 +231,8 @@ class TopKCompressor(ErrorFeedback):
     def contributed(self, sent: Vector) -> None:
         """Subtract what contributed from acc.
 
-        The pass that selects clears the entries as long as all of them have contributed, as in exact sums without
-        rounding: they are in the caches there. After the first reduction in which others did, they are subtracted.
+        The pass that selects also clears the entries, which are in the cache then, as long as exactly these contribute,
+        as in exact sums without rounding. After the first reduction in which others do, they are subtracted.
         """
         self._clears = self._clears and self.acc.has_removed(sent)
         super().contributed(sent)

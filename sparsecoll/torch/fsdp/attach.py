@@ -78,7 +78,7 @@ def attach(
     >>> reductions = sparsecoll.torch.fsdp.attach(model, mesh["replicate"], "topk")  # doctest: +SKIP
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("torch.distributed: expected init_process_group() first, got no process group")
+        raise RuntimeError("attach needs a process group: call torch.distributed.init_process_group() first")
     groups = groups_of(model)
     if not any(group.shards for group in groups):
         raise ValueError("model: expected trainable parameters, got none")

@@ -1,4 +1,4 @@
-"""What fails on one rank within back-propagation is raised on all ranks at its end."""
+"""Failures on one rank within back-propagation are raised on all ranks at its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Failures:
         timeout: of calls.
 
     Attributes:
-        error: what has failed.
+        error: the exception to be raised, or None.
     """
 
     def __init__(self, transport: Transport, node: Transport, timeout: float | None) -> None:
@@ -43,7 +43,7 @@ class Failures:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager: what it raises is recorded."""
+        """Context manager: an exception inside is recorded, not raised."""
         try:
             yield
         except Exception as error:
@@ -54,7 +54,7 @@ class Failures:
                 self._told.add(known)
 
     def hook(self, *functions: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what calls functions within back-propagation, and returns the last one's result, None if it failed."""
+        """Return a function that calls these within back-propagation; its result is the last one's, or None."""
 
         def call(*args: Any) -> Any:
             result = None
@@ -93,7 +93,7 @@ class Failures:
             raise raised
 
     def call(self, transport: Transport, name: str, function: Callable[[CollectiveCall], T], phase: str = "") -> T:
-        """See `collective`; in this call its ranks learn of what has failed on one of them."""
+        """See `collective`; in this call, its ranks learn of a failure on one of them."""
         if transport in self._told and self.error is not None:
             raise self.error
 
@@ -106,10 +106,10 @@ class Failures:
             raise
 
     def all_told(self, name: str, last: Callable[[Transport], Any] = barrier) -> Exception | None:
-        """Return what has failed on some rank of all nodes, and forget it. All ranks make these calls together.
+        """Return the exception of a rank of any node, None if there is none, and forget it. Collective over all nodes.
 
-        What fails on one rank fails on all ranks that have the same shard, so that every node has one of them. These
-        call `last` if nothing has failed.
+        A failure goes first to the ranks with the same shard, one on each node, then to the others of each node. The
+        ranks with the same shard call `last` if nothing has failed.
         """
         with self.recording():
             self.call(self._transport, name, lambda _: last(self._transport), "agree")
@@ -121,7 +121,7 @@ class Failures:
         return failed
 
     def together(self, name: str, function: Callable[[], T]) -> T:
-        """Return what a function returns; what it raises on one rank is raised on all ranks of all nodes."""
+        """Return the result of a function; an exception on one rank is raised on all ranks of all nodes."""
         result = []
         with self.recording():
             result.append(function())

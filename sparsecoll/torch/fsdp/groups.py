@@ -1,4 +1,4 @@
-"""The groups of parameters that FSDP2 reduces together. All that the adapter knows of FSDP2's insides is here."""
+"""The groups of parameters that FSDP2 reduces together. All that the adapter knows of FSDP2's internals is here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Shard:
         return [max(0, min(most, whole - most * part)) for part in range(parts)]
 
     def names(self, parts: int) -> list[str]:
-        """Return the names of all parts, as a layout of `parts` ranks has them."""
+        """Return the names of all parts in a layout of `parts` ranks."""
         return [self.name] if parts == 1 else [f"{self.name} (part {i})" for i in range(parts)]
 
 
@@ -110,10 +110,10 @@ class Group:
         )
 
     def divisor(self, values: torch.Tensor) -> float:
-        """Return by what torch divides gradients after they have been reduced.
+        """Return the number by which torch divides gradients after they have been reduced.
 
-        That is not 1 if `values` are float16 or float64, of which torch only makes sums: it divides by the rest of the
-        number of ranks before; or with `set_force_sum_reduction_for_comms`.
+        It is 1 unless torch sums instead of averaging: for `values` of float16 or float64, which it also divides by a
+            part of the number of ranks before, and with `set_force_sum_reduction_for_comms`.
         """
         group = self._group
         _, after, *_ = _get_gradient_divide_factors(
@@ -136,7 +136,7 @@ class Group:
         return Layout(index, lengths, tuple(names), tuple(shapes), dtype, device_of(whole))
 
     def padding(self, views: Mapping[str, torch.Tensor], parts: int) -> Iterator[torch.Tensor]:
-        """Yield what pads parameters in a flat tensor of `layout`, of which `views` are given by name, as views."""
+        """Yield views of the padding in a flat tensor of `layout`, whose parameters are the named `views`."""
         for shard in self.shards:
             sizes = [shard.shape[shard.dim]] if parts == 1 else shard.sizes(parts)
             for name, size in zip(shard.names(parts), sizes, strict=True):
@@ -241,8 +241,8 @@ class ReduceScatter:
         kind = getattr(op, "op", op)
         if kind not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise ValueError(
-                "set_gradient_divide_factor: expected set_force_sum_reduction_for_comms(True) with it, since a"
-                " reduce-scatter of sparsecoll sums or averages, got none"
+                "set_gradient_divide_factor needs set_force_sum_reduction_for_comms(True), because a reduce-scatter of"
+                " sparsecoll sums or averages"
             )
         self._reduce(input_tensor, output_tensor, 1.0 if kind == dist.ReduceOp.AVG else float(group.size()))
 

@@ -212,7 +212,7 @@ class ShardedReductions:
     # -- a back-propagation
 
     def _begin(self) -> None:
-        """Before the first reduction of a back-propagation: find out what has become of the last one."""
+        """Before the first reduction of a back-propagation, find out whether a step was taken with the last one."""
         if self._reduced:
             return
         self._steps.commit_or_rollback()
@@ -242,7 +242,7 @@ class ShardedReductions:
         return None if self._scaler is not None and isinstance(error, NonFiniteError) else error
 
     def _over(self) -> None:
-        """No back-propagation is under way."""
+        """Record that no back-propagation is under way."""
         self._jobs, self._reduced = [], set()
         self._failures.forget()
 
@@ -287,9 +287,7 @@ class ShardedReductions:
             `dcp.save({"model": ..., "optimizer": ..., "sparsecoll": reductions.state_dict()}, checkpoint_id=path)`.
         """
         if self._reduced:
-            raise RuntimeError(
-                "state_dict: expected a call after back-propagation, got one while gradients are reduced"
-            )
+            raise RuntimeError("call state_dict() after back-propagation, not while gradients are reduced")
 
         def saved() -> dict[str, Any]:
             self._steps.commit_or_rollback()

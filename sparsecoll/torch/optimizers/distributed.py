@@ -175,7 +175,7 @@ class DistributedOptimizer(Wrapper):
             by at most one of them, which then reduces its gradients.
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
-        compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm for `TopK(algo=...)`
+        compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm, which sums the top k
             (default: None, for "sgdtopk" with torch.optim.SGD, whose learning rate and momentum remain those of dense
             training, see `SparseSGD`, and for "qsgd" with any other optimizer).
         bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model. Buckets

@@ -216,23 +216,23 @@ class LocalOptimizer(Wrapper):
         """
         replica, state = self._engine.replica, self.optimizer.state
 
-        def look(_: CollectiveCall) -> NDArray[Any]:
+        def finite(_: CollectiveCall) -> NDArray[Any]:
             tensors = replica.buffers.tensors.values(), [t for entries in state.values() for t in entries.values()]
             return allgather(replica.transport, np.array([*map(_are_finite, tensors)], np.uint8)).astype(bool)
 
         with replica.agreed():
-            buffers, moments = replica.call("discard", look).T
+            buffers, moments = replica.call("discard", finite).T
             self._engine.start_anew("discard", int(buffers.argmax()))
             self.optimizer.zero_grad()
             members = [*np.flatnonzero(moments)[:1].tolist(), *np.flatnonzero(~moments).tolist()]
             if not moments[replica.transport.rank]:
                 state.clear()
 
-            def mend(_: CollectiveCall) -> None:
+            def copy(_: CollectiveCall) -> None:
                 if moments.any() and not moments.all() and replica.transport.rank in members:
                     broadcast_optimizer(GroupTransport(replica.transport, members), self.optimizer)
 
-            replica.call("discard", mend)
+            replica.call("discard", copy)
 
     def move(self, comm: Any) -> None:
         """Continue on another communicator, as that of `sparsecoll.shrink` after a rank was lost; collective on it.

@@ -62,9 +62,7 @@ def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
     if compressor.momentum is None and not group["momentum"] < 1:
         raise ValueError(f"momentum: expected below 1, got {group['momentum']}")
     if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-        raise ValueError(
-            f"nesterov: expected momentum > 0 and dampening 0, got {group['momentum']} and {group['dampening']}"
-        )
+        raise ValueError("nesterov=True needs momentum > 0 and dampening=0")
     check_whole(group["params"])
     algorithm = as_algorithm(compressor.algo)
     sums = f"algo={algorithm.name!r}" if algorithm.sends_sums else None
@@ -174,7 +172,7 @@ def without_momentum(optimizer: torch.optim.Optimizer, steps: int, tables: Colle
 
 
 def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: TopKCompressor) -> None:
-    """Say in one line what stands for the momentum of SGD."""
+    """Log one line that says how the momentum of SGD is applied."""
     momentum = next((float(group["momentum"]) for group in groups if group["momentum"]), 0.0)
     if momentum:
         inside = shorter(momentum)

@@ -36,7 +36,7 @@ Group = dict[str, Any]
 
 @dataclass
 class SparseSum(TopKCompressor):
-    """TopK that returns the sum as it is, sparse, instead of writing a dense mean."""
+    """TopKCompressor that returns the sum as it is, sparse, instead of writing a dense mean."""
 
     name = "SparseSGD"
 
@@ -115,7 +115,7 @@ class Accumulator(Owner):
         take_over(self, others, self._replica.params)
 
     def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
-        """A DistributedOptimizer steps a parameter; another SparseSGD may, which needs no hook."""
+        """Record that another owner steps a parameter, if it is no SparseSGD: the next step then raises."""
         if to.replaces and not isinstance(to, Accumulator):
             self.replaced = name
 

@@ -82,7 +82,7 @@ class Engine(Reducer):
 
     @agreeing("replica.agreed")
     def regroup(self, params: Named | None = None) -> None:
-        """More parameters, and fewer; collective. All ranks must have the same ones; values are taken from rank 0.
+        """Add and remove parameters; collective. All ranks must have the same ones; values are taken from rank 0.
 
         Args:
             params: name -> parameter: those that are new, and perhaps others; None for those new in the optimizer.
@@ -121,9 +121,9 @@ class Engine(Reducer):
         take_over(self, others, own)
 
     def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
-        """Leave a parameter to the owner whose optimizer steps it; where both step it, the later one replaces this one.
+        """Leave a parameter to the owner whose optimizer steps it. If both step it, the later one replaces this one,
 
-        That is so when a cell of a notebook is run again.
+        as when a cell of a notebook is run again.
         """
         if not self.closed and id(p) not in self.members.stepped():
             self.discard()
@@ -174,7 +174,7 @@ class Engine(Reducer):
 
     @agreeing("failing")
     def accumulated(self, name: str) -> None:
-        """A parameter's gradient is complete (on the thread that back-propagates)."""
+        """Called when a parameter's gradient is complete, on the thread that back-propagates."""
         self.means.accumulated(name)
         if not self._is_open:
             self._open()
@@ -261,7 +261,7 @@ class Engine(Reducer):
 
     @agreeing("replica.agreed")
     def after_step(self) -> None:
-        """The optimizer has stepped."""
+        """Called when the optimizer has stepped."""
         if self.closed:
             return
         self.commit()
@@ -288,7 +288,7 @@ class Engine(Reducer):
             return
         if self.buckets.pending and self._outcome.joined and self.buckets.has_residuals and not self.closed:
             raise RuntimeError(
-                "zero_grad: expected step() first, since a rank has left join() and would not skip this step:"
+                "zero_grad() cannot skip this step, because a rank has left join() and would take it:"
                 " decide before backward(), or take the step with a learning rate of 0"
             )
         self.discard()
@@ -304,7 +304,7 @@ class Engine(Reducer):
         """The mean of a closure's loss over the ranks, of its own type; raise where a rank has left `join`."""
         if self._outcome.joined and not self.closed:
             error = RuntimeError(
-                "step: expected no closure once a rank has left join(), since the mean of the"
+                "step() takes no closure once a rank has left join(), because the mean of the"
                 " losses is that of all ranks: call step() without it (the gradients are means by now), and evaluate"
                 " the loss yourself in later steps"
             )
@@ -339,7 +339,7 @@ class Engine(Reducer):
     def state_dict(self) -> dict[str, Any]:
         """Return the library's part of a state_dict."""
         if self.gradients.are(State.SENDING, State.STALE):
-            raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
+            raise RuntimeError("call state_dict() after back-propagation, not while gradients are reduced")
         self.commit_if_updated()
         return {STATE: renamed_state(self.buckets.state_dict(), self.members.kept())}
 

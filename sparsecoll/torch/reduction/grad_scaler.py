@@ -38,7 +38,7 @@ class Scaling:
         self._name, self._key = type(optimizer).__name__, id(optimizer)
 
     def asks_for_steps(self, local: bool) -> bool:
-        """Return `_step_supports_amp_scaling`: to agree on a step by `local` gradients, or to refuse a scaler."""
+        """Return `_step_supports_amp_scaling`: true for `local` gradients, or to refuse a scaler not passed."""
         return local if self.scaler is not None else not self._known
 
     def begin(self) -> None:
@@ -47,7 +47,7 @@ class Scaling:
 
     @property
     def _state(self) -> dict[str, Any]:
-        """What the scaler has recorded of the optimizer since its last update()."""
+        """The scaler's record of the optimizer since its last update()."""
         return {} if self.scaler is None else scaler_state(self.scaler, self._key)
 
     @property

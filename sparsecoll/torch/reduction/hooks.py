@@ -37,11 +37,11 @@ class Means:
         return len(self._seen)
 
     def add(self, name: str) -> None:
-        """A parameter's gradient has been reduced."""
+        """Add a parameter, whose gradient has been reduced."""
         self._seen[name] = Seen.of(self._params[name])
 
     def discard(self, names: set[str]) -> None:
-        """Gradients of these parameters are local ones again, or None."""
+        """Remove parameters, whose gradients are local again, or None."""
         self._seen = {name: mean for name, mean in self._seen.items() if name not in names}
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -49,15 +49,15 @@ class Means:
         self._seen = {names[name]: mean for name, mean in self._seen.items() if name in names}
 
     def clear(self) -> None:
-        """No gradient is a mean any more."""
+        """Remove all parameters."""
         self._seen = {}
 
     def accumulating(self, name: str) -> None:
-        """Autograd may be about to add to a gradient; `torch.autograd.grad` does not."""
+        """Called before autograd adds to a gradient, or `torch.autograd.grad` computes one."""
         (self._whole.discard if self.is_replaced(name) else self._whole.add)(name)
 
     def accumulated(self, name: str) -> None:
-        """Autograd has added to a gradient; a sum with the mean counts as it, also another tensor (create_graph)."""
+        """Called after autograd has added to a gradient; mean + gradient counts as the mean, also as a new tensor."""
         if name not in self._seen:
             return
         (mean, seen), gradient = self._seen[name], self._params[name].grad
@@ -83,26 +83,26 @@ class Means:
 
 
 class Owner:
-    """A base of what combines the ranks' gradients, or changes, of parameters: one of them does so for each parameter.
+    """Base of the objects that combine the ranks' gradients, or changes, of parameters; a parameter has one at most.
 
     Attributes:
-        replaces: whether no other one is to combine those of a parameter that this one steps.
-        replaced: the name of a parameter that an owner made later steps, too.
+        replaces: whether a parameter that this one steps may have no other owner.
+        replaced: the name of a parameter that a later owner steps, too.
     """
 
     replaces = True
     replaced = ""
 
     def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
-        """Another owner steps a parameter from now on."""
+        """Called when another owner takes a parameter over."""
 
     def refuse_replaced(self, kind: str) -> None:
-        """Raise if an owner made later steps one of the parameters."""
+        """Raise if a later owner steps one of the parameters."""
         if self.replaced:
             raise RuntimeError(
-                f"{kind}: expected parameters that no other optimizer updates, got {self.replaced!r}, which a"
-                " DistributedOptimizer or SparseSGD created later updates, too, and reduces now: give one optimizer the"
-                " parameters of both models (those without gradients are skipped), or let only one optimizer update it"
+                f"{kind}: {self.replaced!r} is also updated by a DistributedOptimizer or SparseSGD created later,"
+                " which reduces its gradients now: give one optimizer the parameters of both models (those without"
+                " gradients are skipped), or let only one optimizer update it"
             )
 
 
@@ -126,8 +126,8 @@ class Hooks:
     def attach(self, params: Named) -> None:
         """Own these parameters, and hook those that require gradients. Not for use in a hook.
 
-        Hooks that see a complete gradient are called in the order in which they came: ours becomes the last one, so
-        that what the others write to the gradient is seen, also where no version tells.
+        Hooks on a complete gradient are called in the order of registration. Ours becomes the last one, so that it sees
+        changes by the others, also those that do not change the version.
         """
         for name, p in params.items():
             _owners[p] = self._owner
@@ -144,7 +144,7 @@ class Hooks:
         return p.register_post_accumulate_grad_hook(partial(_call, self._after, name))  # type: ignore[no-untyped-call]
 
     def comes_last(self, name: str) -> bool:
-        """Return whether our hook on a parameter's complete gradient is there, and none comes after it."""
+        """Return whether our hook is the last one on a parameter's complete gradient."""
         p, (_, after) = self._handles[name]
         return hooks_after(p)[-1:] == [after.id]
 
@@ -171,7 +171,7 @@ def others_of(owner: Owner, params: Named) -> dict[str, Owner]:
 
 
 def take_over(owner: Owner, others: Mapping[str, Owner], params: Named) -> None:
-    """Let the `others` of `others_of` no longer combine the gradients of parameters that `owner` has from now on."""
+    """Make `owner` the owner of these parameters in place of `others`, the result of `others_of`."""
     for name, p in params.items():
         if name in others:
             others[name].hand_over(name, p, owner)
@@ -213,9 +213,9 @@ def is_shared(transport: Transport) -> bool:
 
 
 def synchronize_all(transport: Transport) -> None:
-    """Reduce, in order of creation, the gradients of all owners that are asked to; collective.
+    """Reduce the gradients of all owners that are `asked` to, in the order of their creation; collective.
 
-    Where several share the transport, of which ranks may ask others, they first tell each other: a byte per owner.
+    If several share the transport, ranks first tell each other whom they ask, in a byte per owner.
 
     Raises:
         CommunicationError: on every rank, if an owner that is asked on some rank is gone on another.
@@ -234,9 +234,7 @@ def synchronize_all(transport: Transport) -> None:
                 anywhere: NDArray[Any] = allgather(transport, asked).max(axis=0)
                 gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
                 if gone:
-                    raise CommunicationError(
-                        f"optimizer {gone[0]}: expected it on all ranks, but it is closed or deleted"
-                    )
+                    raise CommunicationError(f"optimizer {gone[0]} is closed or deleted on some rank, but not on all")
                 return anywhere
 
             asked = collective(transport, "start of reduction", timeout, agree, "agree")
@@ -252,13 +250,12 @@ def before_wrapped_step(engine: weakref.ref[Any], optimizer: torch.optim.Optimiz
         owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
         if not any(owner is not None for owner in owners):  # one that was made later has a hook of its own
             raise RuntimeError(
-                "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, and"
-                " the DistributedOptimizer is gone, so that gradients are this rank's own: keep it and call its step()"
-                " and zero_grad(), or close() it to train on one rank"
+                "step() of a wrapped optimizer, whose DistributedOptimizer is gone, would use this rank's own"
+                " gradients: keep the DistributedOptimizer and call its step() and zero_grad(), or close() it to train"
+                " on one rank"
             )
     elif not (alive.closed or alive.steps.stepping):
         raise RuntimeError(
-            "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, which"
-            " loses residuals and may step before gradients are means: call step() and zero_grad() of the"
-            " DistributedOptimizer only, or close() it first"
+            "step() of a wrapped optimizer loses residuals, and may step before gradients are means: call step() and"
+            " zero_grad() of the DistributedOptimizer only, or close() it first"
         )

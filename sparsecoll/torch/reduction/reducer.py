@@ -1,7 +1,7 @@
 """A reduction: the gradients of a back-propagation become their means over the ranks, on all ranks or on none.
 
-Gradients are copied into buckets as they come, and the progress thread reduces one bucket after the other on trial.
-Then one round of all ranks tells whether all went well everywhere, and only then gradients become means.
+Gradients are copied into buckets as autograd completes them, and the progress thread reduces one bucket after the other
+on trial. Then the ranks tell each other whether all have succeeded, and only then gradients become means.
 docs/architecture.md has a table of their states.
 """
 
@@ -46,7 +46,7 @@ class Reducer(Owner):
     Attributes:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
         params: all named parameters; those that want gradients are in buckets.
-        steps: tells what has become of the means.
+        steps: tells whether a step was taken with the means.
         gradients: the state of the gradients.
         means: the parameters whose gradients are means.
         nonfinite: what the next step raises while they are NaN.
@@ -81,7 +81,7 @@ class Reducer(Owner):
 
     @property
     def _is_open(self) -> bool:
-        """Whether a reduction has begun with the gradients that have come."""
+        """Whether a reduction has begun."""
         return self.gradients.are(State.LOCAL, State.SENDING, State.STALE)
 
     def release(self) -> None:
@@ -116,20 +116,20 @@ class Reducer(Owner):
             self._isend()
 
     def _open(self) -> None:
-        """A reduction begins: restore the residuals of gradients thrown away, unless the loop has used them."""
+        """Begin a reduction: restore the residuals of gradients thrown away, unless the loop has used them."""
         self.commit_if_updated()
         self.gradients.to(State.STALE if self.gradients.are(State.DISCARDED) else State.LOCAL)
         changed = self.means.changed()
         if changed is not None:
             self._invalid = RuntimeError(
-                f"gradient of {changed!r}: expected step() or zero_grad() of the optimizer before the next"
-                " back-propagation, got a gradient that was changed in place after it had been reduced"
+                f"the gradient of {changed!r} was changed in place after it had been reduced: call step() or"
+                " zero_grad() of the optimizer before the next back-propagation"
             )
         self._rollback(self.means.replaced())
         self._begin_scaling()
 
     def _rollback(self, names: set[str]) -> None:
-        """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
+        """Restore the residuals of parameters whose gradients were thrown away after they had been reduced."""
         if names:
             self.buckets.rollback(None if len(names) == len(self.means) else names)
             self.means.discard(names)
@@ -138,8 +138,8 @@ class Reducer(Owner):
         """Send gradients when back-propagation has ended, from now on."""
         self._early = False
         logger.warning(
-            "rank %d: gradients came more than once before a back-propagation ended (reentrant checkpointing does so;"
-            " use_reentrant=False does not): they are sent at its end from now on",
+            "rank %d: gradients were computed more than once before a back-propagation ended (reentrant checkpointing"
+            " does so; use_reentrant=False does not): they are sent at its end from now on",
             self.replica.transport.rank,
         )
 
@@ -172,7 +172,7 @@ class Reducer(Owner):
 
     @property
     def _failed(self) -> Exception | None:
-        """Why this reduction fails, as far as this rank knows by now."""
+        """The exception by which this reduction fails, as far as this rank knows."""
         errors: Iterator[Any] = (job.exception() for job in self._jobs if job.done())
         return self._invalid or next(filter(None, errors), None)
 
@@ -190,7 +190,7 @@ class Reducer(Owner):
             self.seconds[kind] += seconds
 
     def _refuse(self, bucket: Bucket) -> None:
-        """Raise for a parameter that is not compressed what the compressor would raise; all ranks see the same mean."""
+        """Raise the error of the compressor for a NaN in a mean that is not compressed, which all ranks see."""
         transport = self.replica.transport
         for name, p in bucket.params.items():
             if not torch.isfinite(bucket.part_of_mean(name)).all():
@@ -203,7 +203,7 @@ class Reducer(Owner):
                 raise NonFiniteError(f"gradient of {name!r}: expected a finite sum over the ranks, got an overflow")
 
     def _wait(self, name: str, row: Row, digest: int | None) -> Round:
-        """Wait for all buckets, and tell all ranks how it went here; raise what has failed on any of them.
+        """Wait for all buckets, and tell all ranks whether this one succeeded; raise the exception of any of them.
 
         Args:
             digest: of this rank's own gradients, which are compared in the first reduction.
@@ -239,7 +239,7 @@ class Reducer(Owner):
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Context manager: what it raises, all ranks raise, and everything is as before the reduction."""
+        """Context manager: an exception inside is raised on all ranks, and undoes the reduction."""
         try:
             with self.replica.agreed():
                 yield
@@ -288,12 +288,12 @@ class Reducer(Owner):
         return None if changed or relaid else outcome
 
     def make_buckets(self, trainable: set[str] | None = None) -> None:
-        """Lay the parameters out in the order in which rank 0's gradients came. Collective."""
+        """Lay the parameters out in the order in which rank 0's gradients were completed. Collective."""
         self.buckets.make(trainable, list(self._order))
         self._await_all()
 
     def _drop(self) -> None:
-        """Leave everything as it was before the reduction."""
+        """Restore the state before the reduction."""
         self.buckets.drop()
         self._end()
 

@@ -33,7 +33,7 @@ from sparsecoll.torch.tensors.private import indices_of, is_trial_step, values_o
 
 
 class State(Enum):
-    """What has become of the gradients of an optimizer since its last step; docs/architecture.md has the table."""
+    """The state of an optimizer's gradients since its last step; docs/architecture.md has the table of transitions."""
 
     EMPTY = auto()
     LOCAL = auto()
@@ -69,7 +69,7 @@ class Gradients:
         self.state = state
 
     def throw_away(self) -> None:
-        """Gradients are thrown away or were used: what was sent is sent again with the next ones."""
+        """Record that gradients were thrown away or used; those in buckets are sent again with the next ones."""
         self.to(State.DISCARDED if self.are(State.SENDING, State.STALE, State.DISCARDED) else State.EMPTY)
 
     def are(self, *states: State) -> bool:
@@ -82,14 +82,14 @@ KEPT, ZERO, GONE = "kept", "zero, as the mean was", "thrown away"  # what has be
 
 
 class Steps:
-    """What has become of the means of a reduction, and of the state that it has left in the buckets.
+    """Whether a step was taken with the means of a reduction, and whether the state in the buckets is kept.
 
     Args:
         buckets: whose state is committed or rolled back.
         replica: whose steps are counted.
         params: returns the parameters by name.
         owner: of the `discard()` that errors name.
-        agree: combines the marks of all ranks that may see other parts of the parameters: any rank's.
+        agree: returns which marks are set on any rank, if ranks see different parts of the parameters.
         in_layout: returns the names that parameters have in the layouts of the buckets.
 
     Attributes:
@@ -120,7 +120,7 @@ class Steps:
         self._found: tuple[list[str], NDArray[Any]] | None = None  # what all ranks have found out about parameters
 
     def accept(self, params: Named) -> None:
-        """A reduction has succeeded: gradients of these parameters are means, and residuals what it has left."""
+        """Accept a reduction: gradients of these parameters are its means, and residuals those that it left."""
         self._marks, self._stepped, self._entered = {name: _mark(p) for name, p in params.items()}, set(), False
         self._buckets.accept()
         self.gradients.to(State.MEANS)
@@ -145,7 +145,7 @@ class Steps:
         return any(mark.is_old() for mark in marks) or any(mark.differs() for mark in marks)
 
     def commit_or_rollback(self) -> None:
-        """Before the next gradient: commit, roll back, or let gradients add up. Collective for those who `agree`."""
+        """Before the next gradient, commit, roll back, or let gradients add up. Collective if ranks `agree`."""
         if not self._buckets.pending:
             return
         left = [name for name in self._marks if name not in self._stepped]
@@ -161,9 +161,9 @@ class Steps:
         self._found = None
 
     def _inspect(self, names: list[str]) -> tuple[bool, set[str]]:
-        """Return whether the loop has updated parameters by itself, and else of which gradients were thrown away.
+        """Return whether the loop has updated parameters by itself, and, if not, the names of gradients thrown away.
 
-        The mean of a parameter may be zero, so that the gradient does not tell: it is like the others.
+        A zero gradient may be a mean of zero or have been cleared: it counts as the other gradients do.
         """
         if self._found is None:  # otherwise what comes after has failed on this rank
             seen = [self._marks[name].of_gradient() for name in names]
@@ -188,7 +188,7 @@ class Steps:
         self.unverified = True
 
     def rollback(self) -> None:
-        """The step was skipped: residuals are as they were after the last one."""
+        """Undo a step that was skipped: restore the residuals after the last one."""
         self._buckets.rollback()
         self._by_hand = False
         self.gradients.throw_away()
@@ -208,7 +208,7 @@ class Steps:
             _FOLLOWING[self] = compressor, weakref.WeakSet() if warns else None
 
     def enter(self, optimizer: Any, evaluates: bool) -> None:
-        """An optimizer begins to step; what it changes until `leave` is its own.
+        """Called when an optimizer begins to step; changes of parameters until `leave` are its own.
 
         Args:
             evaluates: whether it may reduce gradients meanwhile.
@@ -229,21 +229,19 @@ class Steps:
         self._inside = optimizer
 
     def leave(self, optimizer: Any) -> None:
-        """An optimizer has stepped, or failed to."""
+        """Called when an optimizer has stepped, or failed to."""
         if self._inside is optimizer:
             self._inside = None
 
     def of(self, optimizer: torch.optim.Optimizer) -> Named:
-        """Return the parameters that an optimizer has, too."""
+        """Return those of the parameters that an optimizer has."""
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name: p for name, p in self._params().items() if id(p) in ids}
 
     def stepped(self, params: Named) -> None:
-        """An optimizer has stepped these parameters."""
+        """Called when an optimizer has stepped these parameters."""
         if self.gradients.are(State.SENDING):
-            raise RuntimeError(
-                "step: expected a step after back-propagation, got one within it, where residuals are not known yet"
-            )
+            raise RuntimeError("step after back-propagation, not within it, where residuals are not known yet")
         if not self._buckets.pending:
             return
         self._stepped |= {name for name, p in params.items() if p.grad is not None} & self._marks.keys()
@@ -253,7 +251,7 @@ class Steps:
             self.after()
 
     def pass_over(self) -> None:
-        """Parameters were written to, but not by a step."""
+        """Called when parameters were written to, but not by a step."""
         self._marks = {name: _mark(mark.param) for name, mark in self._marks.items()}
 
 
@@ -264,13 +262,13 @@ _LOCK = threading.Lock()
 
 @functools.cache
 def _hook_all_steps() -> None:
-    """Hook the steps of all optimizers, once in a process: torch would call the hooks of loops that are gone, too."""
+    """Hook the steps of all optimizers, once in a process: torch would also call hooks of loops that have ended."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
 
 def _following(optimizer: torch.optim.Optimizer) -> list[tuple[Steps, Named, Compressor, Known | None]]:
-    """Return those that have parameters of an optimizer, and which; how they must suit, and what is known to do so."""
+    """Return all Steps with parameters of an optimizer, these, their compressor, and the optimizers checked for it."""
     with _LOCK:
         alive = list(_FOLLOWING.items())
     return [(steps, params, *suits) for steps, suits in alive if (params := steps.of(optimizer))]
@@ -311,16 +309,16 @@ class _Mark(NamedTuple):
     gradient: tuple[int, int]  # address and version of its gradient; zeros if it was not zero
 
     def is_old(self) -> bool:
-        """Return whether the version or the address is another one now."""
+        """Return whether the version or the address has changed."""
         return version(self.param) != self.version or _local(self.param).data_ptr() != self.address
 
     def differs(self) -> bool:
-        """Return whether one of the values is another one now."""
+        """Return whether a value of the sample has changed."""
         length = self.sample.shape[0] if self.sample.dim() else 1
         return not torch.equal(_part(_local(self.param), self.start, length), self.sample)
 
     def of_gradient(self) -> str:
-        """Return what has become of the gradient, as far as it tells."""
+        """Return KEPT, ZERO or GONE."""
         if self.param.grad is None:
             return GONE
         gradient = _local(self.param.grad)
@@ -365,7 +363,7 @@ def _local(t: torch.Tensor) -> torch.Tensor:
 
 
 def _identity(gradient: torch.Tensor | None) -> tuple[int, int]:
-    """Return where a gradient is, and its version; zeros for none."""
+    """Return the address and the version of a gradient; zeros for None."""
     if gradient is None:
         return 0, 0
     return values_of(_local(gradient)).data_ptr(), version(gradient)

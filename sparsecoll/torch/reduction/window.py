@@ -1,4 +1,4 @@
-"""LocalOptimizer's means: from which values all ranks started, what has moved since, and the mean of the changes."""
+"""LocalOptimizer's means: the values from which all ranks started, the changes since, and their mean."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Window(Owner):
     @torch.inference_mode(False)
     @torch.no_grad()
     def begin_step(self) -> None:
-        """A step may move parameters. Collective if some were added or removed."""
+        """Called before a step, which may move parameters. Collective if some were added or removed."""
         self._check_loaded()
         if self.members.changed():
             self.regroup()
@@ -304,7 +304,7 @@ class Window(Owner):
         return dict(own)
 
     def _check_loaded(self) -> None:
-        """See that parameters have the values of a loaded state when the next step begins; the next mean raises."""
+        """Check at the next step that parameters have the values of a loaded state; if not, the next mean raises."""
         loaded, self._loaded = self._loaded, {}
         for name, t in loaded.items():
             if not torch.equal(self._params[name], t.to(self._params[name])):

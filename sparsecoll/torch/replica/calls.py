@@ -25,7 +25,7 @@ from sparsecoll.transport.call import CollectiveCall
 
 @dataclass
 class Options:
-    """The keyword arguments of DistributedOptimizer, of which the others have the last two.
+    """The keyword arguments of DistributedOptimizer; other wrappers have the last two of them.
 
     `verify` becomes a number of steps, where 0 stands for never.
 
@@ -79,7 +79,7 @@ def collective(
 ) -> T:
     """Call a function within a CollectiveCall, after the nonblocking calls that were made before it.
 
-    The phase is that of its traffic, "" for none. What has `failed` is raised on all ranks in place of the call.
+    The phase is that of its traffic, "" for none. An exception `failed` is raised on all ranks in place of the call.
     """
 
     def call() -> T:
@@ -94,7 +94,7 @@ def collective(
 
 @contextmanager
 def agreed(transport: Transport, timeout: float | None) -> Iterator[None]:
-    """Context manager for work around the calls of a collective method: what it raises on one rank is raised on all.
+    """Context manager around the calls of a collective method: an exception inside is raised on all ranks.
 
     The other ranks raise it in the call that they make now or, if they have finished the method, in their next one.
     """
@@ -107,7 +107,7 @@ def agreed(transport: Transport, timeout: float | None) -> Iterator[None]:
 
 
 def agreeing(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a collective method: what it raises is raised in the context manager that `path()` returns.
+    """Decorator of a collective method: it runs in the context manager that `path()` returns.
 
     Args:
         path: attributes that lead from the object to a function, such as "replica.agreed".
@@ -167,9 +167,9 @@ class Round:
     """The messages of all ranks combined; the same on every rank.
 
     Attributes:
-        flags: any rank's.
+        flags: those that are set on any rank.
         step: the number of steps that every rank with data has taken before this one; None if no rank has data.
-        most: that of the ranks that have taken the most steps.
+        most: the largest number of steps that a rank has taken.
         root: the lowest rank that has data, or 0 if none has.
         furthest: the lowest of the ranks that have taken the most steps.
         used, rows, dense, trainable: parameters of which any rank has a gradient, one of rows (or a module that says

@@ -28,7 +28,7 @@ CURE = (
 
 
 def refuse_wrapped(model: Any, argument: str) -> None:
-    """Raise unless a model is None or a plain module; `argument` is that which gave it."""
+    """Raise unless a model, passed as `argument`, is None or a plain module."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):
@@ -36,7 +36,7 @@ def refuse_wrapped(model: Any, argument: str) -> None:
 
 
 def refuse_renormalized(model: torch.nn.Module | None, transport: Transport) -> None:
-    """Raise if a module of the model changes rows of its parameter in the forward pass, on each rank others."""
+    """Raise if a module of the model changes rows of its parameter in the forward pass, different ones on each rank."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     for name, module in () if model is None or transport.size == 1 else model.named_modules():
         if isinstance(module, tables) and module.max_norm is not None:
@@ -106,7 +106,7 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
     """Warn if a momentum acts twice: the compressor has one, too, or entries wait in its residual for many steps.
 
     Args:
-        optimizer: whose attribute `momentum_of` says to which option of whom its momentum belongs, if it has one.
+        optimizer: its attribute `momentum_of`, if any, has the class and the option to which its momentum belongs.
         tables: ids of parameters that do not get the momentum of the compressor.
     """
     own = getattr(compressor, "momentum", 0.0)

@@ -1,4 +1,4 @@
-"""A rank's copy of the model: which parameters it has, and how they are made, kept and found the same on all ranks."""
+"""A rank's copy of the model: which parameters it has, and how they are kept the same on all ranks, and compared."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class Members:
     def named(self, first: int = 0, given: Iterable[tuple[str, torch.Tensor]] = ()) -> Named:
         """Return the parameters of the groups from number `first` on by name.
 
-        That is the name under which one stays, else that of `given`, else the model's unless one that stays has it,
-        else group<i>.<j>.
+        A name is the first of these: the one that the parameter has already, the one in `given`, the model's unless a
+            parameter that stays has it, group<i>.<j>.
         """
         stay = {new: self._params[old] for old, new in self.kept().items()}
         free = [(name, p) for name, p in self._of_model() if name not in stay]
@@ -182,7 +182,7 @@ class Replica:
     def agree(
         self, name: str, row: Row, digest: Callable[[Round], int | None], failed: Exception | None = None
     ) -> Round:
-        """Tell all ranks how a reduction went here; what has `failed` on one fails on all. Collective.
+        """Tell all ranks whether a reduction succeeded here; an exception `failed` on one is raised on all. Collective.
 
         Args:
             digest: returns that of this rank's own gradients, which are compared in the first step; None: they are not.
@@ -326,7 +326,7 @@ class Replica:
             self.context.step = outcome.step + 1
 
     def broadcast_buffers(self, outcome: Round) -> None:
-        """Make buffers that a forward pass has changed those of the lowest rank that has data. Collective."""
+        """Set buffers that a forward pass has changed to those of the lowest rank that has data. Collective."""
         replaced = outcome.flags & REPLACED
         tensors = list(self.buffers.tensors.values()) if replaced else self.buffers.of(outcome.modules)
 
@@ -345,7 +345,7 @@ class Replica:
     def compare(self, buffers: bool = True) -> None:
         """Raise on all ranks if bits of parameters or buffers differ between them. Collective.
 
-        Buffers can be left out, which forward passes have changed since they were the same.
+        Without `buffers`, those are left out: forward passes may have changed them since.
         """
         left_out = {} if buffers else self.buffers.tensors
         tensors = {name: t for name, t in self.tensors.items() if name not in left_out}

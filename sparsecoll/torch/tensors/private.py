@@ -39,7 +39,7 @@ def is_flat(p: torch.Tensor) -> bool:
 
 
 def has_buffers(module: torch.nn.Module) -> bool:
-    """Return whether a module has buffers of its own; in place of `buffers(recurse=False)`, for its time."""
+    """Return whether a module has buffers of its own; in place of `buffers(recurse=False)`, which takes longer."""
     return bool(module._buffers)
 
 
@@ -62,7 +62,7 @@ def backward_node() -> Any:
 
 
 def queue_callback(call: Callable[[], None]) -> None:
-    """Call a function when back-propagation ends, after those queued before; in place of code after `backward()`."""
+    """Call a function when back-propagation ends, after those queued before; in place of a line after `backward()`."""
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
@@ -103,12 +103,12 @@ def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
 
 
 def inside_ddp() -> bool:
-    """Return whether a DistributedDataParallel runs its forward pass; in place of a hook on a model not known here."""
+    """Return whether a DistributedDataParallel runs its forward pass; a public hook would need its model."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 def profiled() -> bool:
-    """Return whether a profiler of torch records; in place of a span that nobody sees, which takes microseconds."""
+    """Return whether a profiler of torch records; in place of spans recorded in vain, which take microseconds."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 

@@ -97,7 +97,7 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> N
 
 
 def _leave(*_: object) -> None:
-    """MPI.Finalize() was called."""
+    """Leave all communicators; MPI.Finalize() calls this."""
     process.leave([transport for transport in process.living() if isinstance(transport, MpiTransport)])
 
 

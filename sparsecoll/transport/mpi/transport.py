@@ -192,7 +192,7 @@ class MpiTransport(Transport):
     def leave(self) -> bool:
         """See Transport: all ranks have ended their programs, or others wait for this one, which then revokes.
 
-        MPI_Finalize would wait for them, without a word, and they for this rank.
+        MPI_Finalize would wait for them without a message, and they for this rank.
         """
         if self.size == 1 or MPI.Is_finalized():
             return True

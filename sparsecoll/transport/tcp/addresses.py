@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # environment variables of torch.distributed: a network's name
-ELSEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737): the way to it is the default route
+ELSEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737): the way to it is the default route
 
 
 def listen(backlog: int) -> tuple[socket.socket, str]:

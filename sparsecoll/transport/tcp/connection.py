@@ -45,7 +45,7 @@ class IncomingMessage:
         into: memory for the message, used if it has the message's size and is where the message comes from (host or
             GPU); None for memory of its own.
         staging: copies what has arrived to the GPU; None for a message in host memory.
-        discarded: whether nobody reads the message, which then has no memory (default: False).
+        discarded: whether the message is not wanted, and then has no memory (default: False).
 
     Attributes:
         missing: number of bytes that have not arrived.
@@ -94,7 +94,7 @@ class Connection:
     Attributes:
         expected: receive requests that are not complete, in order.
         outgoing: memory that has not been sent.
-        message: the message of which a part, or all, has arrived and which nobody has taken; None between messages.
+        message: the message that is arriving, or has arrived and was not taken; None between messages.
         events: for which of its events the transport polls the socket.
     """
 
@@ -131,7 +131,7 @@ class Connection:
         self._push()
 
     def flush(self) -> None:
-        """Send what the kernel takes.
+        """Send as much as the kernel takes.
 
         Raises:
             Disconnected: The peer has closed the connection, or it cannot be used any more.
@@ -164,10 +164,10 @@ class Connection:
             self._torn_out = before
 
     def check_host(self) -> None:
-        """Check that the peer's host is there, if the kernel has asked it more than once.
+        """Check that the peer's host answers, if the kernel has retransmitted or probed more than once.
 
-        The keepalive of TCP does not ask while data is on its way, and TCP_USER_TIMEOUT would also end a connection
-        whose peer is there but takes nothing.
+        TCP's keepalive sends no probes while data is in flight, and TCP_USER_TIMEOUT would also end a connection whose
+        peer is alive but receives nothing.
 
         Raises:
             Disconnected: It has acknowledged nothing for SILENT_SECONDS.

@@ -309,7 +309,7 @@ class _Party:
         del self._handshakes[handshake.socket.fileno()]
 
     def _drop(self, handshake: _Handshake, why: str = "", again: bool = True) -> None:
-        """Close a connection. A rank is then called elsewhere; there once more if it had too many callers to go on."""
+        """Close a connection. A called rank is called at its next address, or with `again` once more at this one."""
         self._forget(handshake)
         handshake.socket.close()
         if handshake.peer is None:

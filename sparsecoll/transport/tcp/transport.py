@@ -103,7 +103,7 @@ class TcpTransport(Transport):
         self._abandon(FORKED)
 
     def interrupt(self, why: str) -> None:
-        """Send nothing more of what has not been sent: whoever catches the exception may change that memory."""
+        """Drop the messages that are not sent yet: code that catches the exception may change their memory."""
         super().interrupt(why)
         for connection in self._outgoing:
             if connection.outgoing:
@@ -147,7 +147,7 @@ class TcpTransport(Transport):
         return bool(ready)
 
     def _watch(self, connection: Connection) -> None:
-        """Poll a connection for what is expected from it and queued for it."""
+        """Poll a connection for reading if a message is expected, and for writing if one is queued."""
         events = (select.POLLIN if connection.expected else 0) | (select.POLLOUT if connection.outgoing else 0)
         if events == connection.events:
             return
