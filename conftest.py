@@ -1,5 +1,6 @@
 """Names that the examples in docstrings use, an option, and what is not collected where no MPI library is found."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,11 @@ import sparsecoll
 def pytest_addoption(parser):
     """An option, which tests that start pytest do not pass on, as an environment variable would be."""
     parser.addoption("--passed", type=Path, metavar="FILE", help="run no test that FILE names, and add those that pass")
+
+
+def pytest_configure():
+    """One thread of torch's in each process, before it is imported: several processes share the cores."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

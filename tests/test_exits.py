@@ -44,7 +44,7 @@ TOGETHER = [
     for order in ("gms", "mgs", "gsm")
     for end in ("left", "outstanding", "destroy", "finalize", "finalize only")
 ]
-SOME = ["outstanding, raises", "ddp, hook", "daemon", "thread, raises", "interrupted"]
+SOME = ["outstanding, raises", "ddp, hook", "daemon", "interrupted"]
 SOME_OVER_MPI = ["outstanding, raises", "matched", "finalized", "thread, raises", TOGETHER[6]]
 
 

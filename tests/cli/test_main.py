@@ -121,11 +121,12 @@ def test_doctor_survives_a_wrong_variable_on_one_rank_of_a_job(launcher, tmp_pat
 
 JSON = ["--json", "found.json"]
 RANK_OF_MPI = "OMPI_COMM_WORLD_RANK" if launching.OPEN_MPI else "PMI_RANK"
+LAUNCHED = {"PMI_SIZE": "1"}  # then no self-tests are started, which take some seconds
 BROKEN = {
     "torch": ("raise ImportError('libtorch_cpu.so: cannot open')", {}),
-    "mpi4py": ("raise ImportError('no libmpi.so')", {}),
-    "mpi4py/MPI": ("raise RuntimeError('cannot load MPI library')", {}),
-    "numba": ("raise ImportError('llvmlite is too old')", {}),
+    "mpi4py": ("raise ImportError('no libmpi.so')", LAUNCHED),
+    "mpi4py/MPI": ("raise RuntimeError('cannot load MPI library')", LAUNCHED),
+    "numba": ("raise ImportError('llvmlite is too old')", LAUNCHED),
     "torch, by torchrun": (
         "raise ImportError('libtorch_cpu.so: cannot open')",
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},

@@ -1,5 +1,6 @@
 """Instruction sets: the same bits on each that this machine has, code and caches that do not mix."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -15,7 +16,11 @@ ROOT = Path(__file__).parent.parent.parent
 OTHERS = [name for name in ("avx512", "avx2", "portable") if name != cpu.lanes.SET]
 SUITES = [f"tests/kernels/test_{name}.py" for name in ("kernels", "codecs", "dense", "union")]
 SAME = ("several_threads", "rice", "blocks", "bitmaps", "hashed", "marked", "random_indices")  # kernels without lanes
-DTYPES = "float32 int64"  # a type of floats and one of integers, and both widths of lanes
+DTYPES = {  # a type of floats and one of integers, and both widths of lanes; without lanes all types have one source
+    "avx512": "float32 int64",
+    "avx2": "float32 int64",
+    "portable": "float32",
+}
 
 
 def start(*arguments, **variables):
@@ -56,7 +61,7 @@ def test_the_kernels_on_every_other_instruction_set(name):
         "-k",
         f"not ({' or '.join(SAME)})",
     ]
-    variables = {"SPARSECOLL_EXAMPLES": "10", "SPARSECOLL_DTYPES": DTYPES}
+    variables = {"SPARSECOLL_EXAMPLES": "10", "SPARSECOLL_DTYPES": DTYPES[name]}
     output(start(*options, *SUITES, SPARSECOLL_KERNELS=supported(name), **variables))
 
 
@@ -122,10 +127,10 @@ def test_processes_that_fill_one_cache_at_once_and_a_damaged_one(tmp_path):
     orders = (["f4", "i4"], ["i4", "f4"])
     hits(*orders)
     assert hits(orders[0]) == [4] and not list(tmp_path.rglob("*.tmp.*"))
-    for damage in (lambda data: data[:100], lambda data: data[:-5000] + bytes(10) + data[-4990:]):
-        for path in tmp_path.rglob("*.nbc"):
-            path.write_bytes(damage(path.read_bytes()))
-        assert hits(orders[0]) == [0] and hits(orders[0]) == [4]
+    cut, changed = (lambda data: data[:100]), (lambda data: data[:-5000] + bytes(10) + data[-4990:])
+    for path, damage in zip(sorted(tmp_path.rglob("*.nbc")), itertools.cycle((cut, changed))):
+        path.write_bytes(damage(path.read_bytes()))
+    assert hits(orders[0]) == [0] and hits(orders[0]) == [4]
 
 
 @pytest.mark.parametrize("stored", [1, b"x" * 300, {"code": [b"y" * 100, None, 2.5]}])

@@ -32,7 +32,6 @@ CONSERVING = {
     name: as_compressor(name) for name in REPLICATED if name not in ("fp16", "qsgd", "dgc", "nesterovtopk", "covap")
 } | {
     "dgc without momentum": dgc(momentum=0.0),
-    "nesterovtopk without momentum": nesterovtopk(0.05, momentum=0.0, nesterov=False),
     "covap with coefficient 1": COVAP(interval=3, start=1.0),
     "qsgd with feedback": QSGD(2, feedback=True),
     "topk, float16 on the wire": TopKCompressor(0.1, value_dtype="float16"),
@@ -40,7 +39,6 @@ CONSERVING = {
     "topk over gtopk": TopKCompressor(0.05, algo="gtopk"),
     "topk over cltk": TopKCompressor(0.05, algo="cltk"),
     "oktopk object": TopKCompressor(0.05, algo=sparsecoll.OkTopk(tau=2, tau_prime=2)),
-    "an algorithm": sparsecoll.SparDL(),
     "dragonn, all compressed": DRAGONN(0.05, selective=False),
     "dragonn, float16 on the wire": DRAGONN(0.05, selective=False, value_dtype="float16"),
 }

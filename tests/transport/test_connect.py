@@ -51,7 +51,7 @@ again.close()
 """
 
 
-@pytest.mark.parametrize(("kind", "P"), [("FileStore", 1), ("FileStore", 3), ("TCPStore", 2)])
+@pytest.mark.parametrize(("kind", "P"), [("FileStore", 3), ("TCPStore", 2)])
 def test_processes_with_a_store(kind, P, tmp_path):
     place = str(tmp_path / "store")
     if kind == "TCPStore":

@@ -24,7 +24,7 @@ with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py fin
     import hostile_mpi
 
     NETWORKS.append(hostile_mpi)
-SEEDS = int(os.environ.get("SPARSECOLL_HOSTILE", "400"))
+SEEDS = int(os.environ.get("SPARSECOLL_HOSTILE", "200"))
 FIRST = int(os.environ.get("SPARSECOLL_HOSTILE_FIRST", "0"))
 BLOCKS = 8
 CALLS = 8

@@ -18,7 +18,7 @@ import sparsecoll
 from sparsecoll import CommunicationError
 from sparsecoll.transport.tcp import connect
 
-SEEDS = int(os.environ.get("SPARSECOLL_HOSTILE", "400"))
+SEEDS = int(os.environ.get("SPARSECOLL_HOSTILE", "200"))
 FIRST = int(os.environ.get("SPARSECOLL_HOSTILE_FIRST", "0"))
 BLOCKS = 4
 
