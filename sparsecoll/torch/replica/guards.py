@@ -131,9 +131,9 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
     elif others and own == 0 and compressor.sends_rarely and not hasattr(optimizer, "momentum_of"):
         logger.warning(
             "%s with momentum=%s in %s: entries that wait to be sent add up, which acts like momentum, too, so that"
-            " models learn worse. Give no compressor or algo, and the default lets momentum act before, or"
-            " momentum=None in the compressor; with DDP's hook and FSDP, use 'nesterovtopk' and SGD without momentum at"
-            " three times its learning rate",
+            " models learn worse. Pass no compressor or algo (the default has the momentum), or momentum=None to the"
+            " compressor; with DDP's hook and FSDP, use 'nesterovtopk' and SGD without momentum at three times its"
+            " learning rate",
             compressor.name,
             others[0],
             type(optimizer).__name__,
