@@ -195,6 +195,7 @@ def _halving(shape: Shape) -> tuple[float, float, float]:
 
 
 def _doubling(shape: Shape) -> float:
+    """Return the seconds of recursive doubling, in which little overlaps: each step waits for the sums of the last."""
     core = 1 << (shape.P.bit_length() - 1)
     sent, work = list[Message](), 0.0
     if core < shape.P:
@@ -204,10 +205,8 @@ def _doubling(shape: Shape) -> float:
         entries = shape.entries(2**step * shape.P / core)
         sent.append(shape.message(entries))
         work += shape.merging(2 * entries) + CALL + CONCATENATE * entries
-    stages = chunks(shape.k * (shape.value_bytes + 1), shape.one_node)
-    link = shape.network.beta * sum(message.bytes for message in sent)
-    work += sum(m.encode + m.decode + (stages - 1) * STAGE_CALLS * CALL for m in sent)
-    return len(sent) * shape.network.alpha + _overlapped(link, work, stages, len(sent))
+    link = len(sent) * shape.network.alpha + shape.network.beta * sum(message.bytes for message in sent)
+    return link + work + sum(message.encode + message.decode for message in sent)
 
 
 def _oktopk(shape: Shape) -> float:
