@@ -31,7 +31,7 @@ def stride_for(length: int, size: int) -> int:
 
 
 def sample_of(values: Array, work: Pass, every: slice, form: Form) -> Array:
-    """A copy of values[every] as they are after `work`, of which nothing else is done.
+    """A copy of values[every] as they are after `work`, which is done to the copy alone.
 
     Args:
         form: the kernel.

@@ -60,7 +60,7 @@ def _mean(values, sums):  # type: ignore[no-untyped-def]
 
 @inlined
 def _float_level(exact, u, fraction):  # type: ignore[no-untyped-def]
-    """The number of the float near `exact`, whose bits are those of a float32 without the lower ones."""
+    """The code of the narrow float near `exact`: the upper bits of a float32."""
     width = np.int32(23 - fraction)
     added = np.int32(np.float32(1 << (23 - fraction)) * u)
     wide = np.int32(np.int32(exact.view(np.int32) + added) >> width) - np.int32((126 + fraction) << fraction)
@@ -78,7 +78,7 @@ def _multiple(level, fraction):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def _encoder(bits: int, levels: str, keep: bool) -> Any:
-    """The kernel for these options, which are constants to the compiler: its inner loop becomes one of vectors."""
+    """The kernel for these options, which are constants to the compiler, so that it vectorizes the inner loop."""
     mean, floats, slots = levels == "mean", levels == "float", 8 // bits
     fraction = FRACTION[bits] if floats else 0
     top, highest = np.float32(top_level(bits, levels)), np.uint32(2 ** (bits - 1) - 1)

@@ -89,7 +89,7 @@ def _rice_table(indices, block, gaps, table):  # type: ignore[no-untyped-def]
 
 @inlined
 def _flush(out, offset, left, fill):  # type: ignore[no-untyped-def]
-    """Write the `fill` lowest bits of `left`; the next offset, and what there is of the byte at it."""
+    """Write the `fill` lowest bits of `left`; the next offset, and the unfinished byte there and its number of bits."""
     store64(out, offset, left)
     return offset + np.int64(fill >> np.uint64(3)), left >> (fill & ~np.uint64(7)), fill & np.uint64(7)
 

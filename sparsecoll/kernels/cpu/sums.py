@@ -143,7 +143,7 @@ def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, 
 
 
 def addresses(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Array, ...]:
-    """Of sparse vectors, for kernels that take any number of them: where indices and values are, sizes, and zeros."""
+    """The addresses of indices and of values, the sizes, and zeros, for kernels that take any number of vectors."""
     sizes = np.array([i.size for i in indices])
     return *(np.array([data_ptr(a) for a in arrays]) for arrays in (indices, values)), sizes, np.zeros_like(sizes)
 

@@ -54,7 +54,7 @@ def _sum_windows(index_at, value_at, sizes, starts, sums, bits, out_indices, out
 
 
 def are_dense(indices: list[Array], dtype: np.dtype[np.generic]) -> bool:
-    """Whether `sum_in_windows`, which looks at every coordinate, is faster than merging in so many steps."""
+    """Whether `sum_in_windows`, which visits every coordinate, is faster than merging the vectors."""
     entries = [i for i in indices if i.size]
     if dtype.kind != "f" or not entries:
         return False

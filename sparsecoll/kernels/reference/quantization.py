@@ -124,8 +124,8 @@ def quantize(
 ) -> None:
     """float32 values of indices first, first + 1, ... to a scale a bucket and codes of `bits` bits.
 
-    With `keep_error`, what the codes do not say of a value replaces it. A bucket with an infinity or NaN has the scale
-    inf, the highest level throughout, and no error. Buckets of subnormal magnitudes become zeros.
+    With `keep_error`, each value is replaced by its rounding error. A bucket with an infinity or NaN has the scale inf,
+    the highest level throughout, and no error. Buckets of subnormal magnitudes become zeros.
     """
     (bits, levels, bucket), start, end = code, 0, 0
     for b, size in enumerate(_sizes(first, values.size, bucket)):

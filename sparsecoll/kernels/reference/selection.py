@@ -107,7 +107,7 @@ def select_at_least(
     Args:
         expected: a guess of their number.
         moments: float64[4], filled with the moments of the values.
-        work: what is done in the same pass.
+        work: other work of the same pass.
     """
     form(values, work)
     if moments is not None:
@@ -123,7 +123,7 @@ def taken(values: Array, positions: Array, indices: Array | None, clear: bool = 
 
 
 def lower_bound_key(values: Array, k: int, work: Pass = PLAIN) -> int:
-    """A key that at least k values are likely to reach after `work`. Any key is right; this one is certain."""
+    """A key that at least k values probably reach after `work`; any key is allowed, and all values reach this one."""
     return 0
 
 

@@ -147,15 +147,15 @@ def compress_block(
 ) -> Any:
     """Append those of the BLOCK items from `start` on whose key is >= `key` to both arrays of `out`; the new count.
 
-    `work`, (clear,) or (origin, addend, scale, velocity, new_velocity, factor, nesterov, clear), is what is done to the
-    items of `bits` besides, None for what is not. They are read from `origin` and written to `bits`;
-    `kernels.keys.Momentum` replaces them; scale * addend is added; and those taken are zero in `bits` afterwards.
-    `indices` gives their indices; None: their positions. All arrays are contiguous, and those of floats have the width
-    of `bits`. Writes up to BLOCK items beyond the count.
+    `work`, (clear,) or (origin, addend, scale, velocity, new_velocity, factor, nesterov, clear), is other work on the
+    items, with None for each part that is not done: they are read from `origin` and written to `bits`, replaced by
+    `kernels.keys.Momentum`, scale * addend is added, and those taken are cleared in `bits`. `indices` gives their
+    indices; None: their positions. All arrays are contiguous, and those of floats have the width of `bits`. Writes up
+    to BLOCK items beyond the count.
 
-    `how` is (often, far): a block without such items is skipped by a branch, unless there are some so `often` that the
-    processor would often predict it wrongly, and of what is written, if it is `far`, a later block is loaded: stores
-    wait longer for memory than loads. None: this is one item, not a block.
+    `how` is (often, far); None for a single item in place of a block. A block without such items is skipped by a
+    branch, unless `often`: the processor would often predict it wrongly. If `far`, a later block of the memory that is
+    written is prefetched, since stores wait longer for memory than loads.
     """
     signature = types.int64(bits, types.int64, mask, key, work, indices, out, types.int64, how)
     lanes = 1 if isinstance(how, types.NoneType) else LANES
