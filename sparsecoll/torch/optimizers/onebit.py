@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from sparsecoll.algorithms import LowBit
 from sparsecoll.errors import NonFiniteError, check_integer
-from sparsecoll.torch.compressors import QSGD, StepContext
-from sparsecoll.torch.compressors.versions import Versioned
+from sparsecoll.torch.compressors import QSGD
+from sparsecoll.torch.compressors.onebit import KINDS, NEW, OneBit, divisor_of
 from sparsecoll.torch.optimizers.distributed import DistributedOptimizer, Wrapper
 from sparsecoll.torch.optimizers.local import LocalOptimizer
 from sparsecoll.torch.optimizers.sgd_rules import names_of
@@ -22,108 +20,11 @@ from sparsecoll.torch.reduction.grad_scaler import Scaling, forget
 from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.replica.calls import JOINED, Options, agreed, collective, communicator
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.tensors.layout import Array, Layout, cut
+from sparsecoll.torch.tensors.layout import cut
 from sparsecoll.torch.tensors.model import Named, model_of, sparse_weights
 from sparsecoll.torch.tensors.private import is_called_by_scaler
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import DenseVector
-
-FLOOR = 0.1  # the least root of a second moment, as a part of the root of their mean over the parameter
-KINDS = ("residual", "momentum", "square", "divisor")  # of state after the warm-up
-NEW = "make a new OneBitAdam, which begins with a warm-up"
-Groups = dict[str, dict[str, Any]]  # by name of the parameter
-
-
-@dataclass
-class OneBit(QSGD):
-    """The steps of 1-bit Adam, whose mean over the ranks is divided by what all ranks have as sqrt(v) + eps.
-
-        square = b2 square + (1 - b2) gradient^2                  (of this rank)
-        acc = residual + b1 m + (1 - b1) gradient;  m = the mean of acc;  out = m / divisor
-
-    Args:
-        warm_up: number of steps after which the divisors become those of the `square` of all ranks, and again after
-            2, 4, 8, ... times as many.
-        before: number of steps taken before the first one that the replica counts.
-        scale: what the roots of the squares are divided by.
-
-    Attributes:
-        group_of: returns the group of a named parameter.
-    """
-
-    name = "onebit"
-    replicated_state = frozenset({"momentum", "divisor"})
-    momentum: ClassVar[bool] = True  # which warnings of clipping look for
-
-    warm_up: int = 1
-    before: int = 0
-    scale: float = 1.0
-    group_of: Callable[[str], dict[str, Any]] = field(init=False, repr=False)
-
-    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
-        super().bind(layout, transport, context, timeout)
-        own = [self.versions.add(Versioned(layout.zeros(), layout.slices)) for _ in KINDS[1:]]
-        self._momentum, self._square, self._divisor = own
-
-    def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
-        """acc = residual + b1 m + (1 - b1) gradient."""
-        if source is not None:
-            gradient[:] = source
-        self._square.trial = self._square.current.copy()
-        arrays = self._square.trial, self._momentum.current, self._divisor.current
-        squares, momenta, divisors = map(self.layout.by_name, arrays)
-        for name, own in self.layout.by_name(gradient).items():
-            if own.any() and not divisors[name].any():
-                raise RuntimeError(
-                    f"parameter {name!r}: expected gradients during the warm-up, got the first one after it, when there"
-                    f" is no second moment to divide by: {NEW}"
-                )
-            beta, other = self.group_of(name)["betas"]
-            squares[name].mul_(other).addcmul_(own, own, value=1 - other)
-            own.mul_(1 - beta).add_(momenta[name], alpha=beta)
-        return super().compensate(gradient, scale)
-
-    def communicate(self, transport: Transport, message: DenseVector) -> None:
-        super().communicate(transport, message)
-        times, rest = divmod(self.context.step + self.before, self.warm_up)
-        if rest == 0 and times > 1 and times & (times - 1) == 0:
-            assert self._square.trial is not None
-            groups = {name: self.group_of(name) for name in self.layout.names}
-            self._divisor.trial = divisors(transport, self.layout, self._square.trial, groups, self.scale)
-
-    def update(self, out: Array, message: DenseVector, reduced: None) -> None:
-        self._momentum.trial = out.copy()
-        divisor = self._divisor.current if self._divisor.trial is None else self._divisor.trial
-        parts = self.layout.by_name(divisor)
-        for name, mean in self.layout.by_name(out).items():
-            mean.div_(parts[name]) if parts[name].any() else mean.zero_()
-
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        own = zip(KINDS[1:], (self._momentum, self._square, self._divisor), strict=True)
-        return super().state() | {kind: self.layout.by_name(versioned.base) for kind, versioned in own}
-
-    def state_shape(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        return shape
-
-
-def divisors(transport: Transport, layout: Layout, squares: Array, groups: Groups, scale: float) -> Array:
-    """Return sqrt(v) / scale + eps, where sqrt(v) is the mean over the ranks of the roots of `squares`. Collective.
-
-    It is at least about FLOOR times the root mean square over its parameter; 0 where the whole parameter has none.
-    """
-    roots = DenseVector(squares**0.5)
-    means = DenseVector(layout.empty())
-    with CollectiveCall(transport, "second moments"):
-        codes = LowBit(bits=8, levels="float", rounding="nearest")
-        codes.sum_of(Channel(transport, layout.length), roots, means, 0, mean=True)
-        transport.waitall()
-    for name, root in layout.by_name(means.values).items():
-        largest = float(root.double().square().mean().sqrt()) if root.numel() else 0.0
-        if largest:  # a power of two, which processors find that add in another order
-            root.clamp_(min=2.0 ** round(math.log2(FLOOR * largest))).div_(scale).add_(groups[name]["eps"])
-    return means.values
 
 
 class Compressed(DistributedOptimizer):
@@ -132,18 +33,19 @@ class Compressed(DistributedOptimizer):
     def __init__(
         self, adamw: torch.optim.Optimizer, params: Named, model: torch.nn.Module | None, replica: Replica, own: OneBit
     ) -> None:
-        Wrapper.__init__(self, torch.optim.SGD(adamw.param_groups))
+        optimizer = torch.optim.SGD(adamw.param_groups)
+        Wrapper.__init__(self, optimizer)
         self._keeps_momentum, self._scaling = False, Scaling(self, None)
         given = replica.options
         options = Options(given.bucket_bytes, 0, False, False, given.verify, given.timeout)
-        own.group_of = lambda name: group_by_name(self.optimizer, params)[name]
+        own.groups = lambda: group_by_name(optimizer, params)
         with agreed(replica.transport, given.timeout):
-            self._engine = Engine(replica.transport, own, self.optimizer, model, options, self._scaling)
+            self._engine = Engine(replica.transport, own, optimizer, model, options, self._scaling)
             self._engine.replica.equal = True
             self._engine.regroup(params)
 
 
-def group_by_name(optimizer: torch.optim.Optimizer, params: Named) -> Groups:
+def group_by_name(optimizer: torch.optim.Optimizer, params: Named) -> dict[str, dict[str, Any]]:
     """Return the groups of parameters by name."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     return {name: groups[p] for name, p in params.items() if p in groups}
@@ -163,11 +65,12 @@ class OneBitAdam(Wrapper):
 
            acc = residual + beta1 m + (1 - beta1) gradient
            m = the mean over the ranks of what they send;  residual = acc - sent
-           w = w - lr (scale m / (sqrt(v) + eps) + weight_decay w)
+           w = w - lr (m / (sqrt(v) / scale + eps) + weight_decay w)
 
        What the residuals of the warm-up hold becomes part of the first acc, as do the first moments of all ranks.
     3. v is the same on all ranks: the mean of the roots of their second moments, in 8 bits, formed after `warm_up`
-       steps and after 2, 4, 8, ... times as many. A root is at least a tenth of the root mean square of its parameter.
+       steps and after 2, 4, 8, ... times as many. A root is at least a tenth of the mean root of its parameter and of
+       its bucket.
 
     The second moments are those of a rank's own gradients, which have more noise than their mean, so that steps would
     be shorter than those of AdamW with the global batch: `scale`.
@@ -189,7 +92,7 @@ class OneBitAdam(Wrapper):
         every: number of steps from one mean to the next in the warm-up (default: 4).
         bits: bits per value there: 8, 4 (the default), 2 or 1.
         bucket: number of values that share a scale (default: 512).
-        scale: factor of the steps after the warm-up (default: None, for min(1.5, sqrt(P))).
+        scale: factor of the steps after the warm-up (default: None, for sqrt(P)).
         model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
             `params` is not `model.parameters()`.
         comm: as in `DistributedOptimizer`.
@@ -235,7 +138,7 @@ class OneBitAdam(Wrapper):
         def build(call: CollectiveCall) -> tuple[torch.optim.AdamW, QSGD, OneBit]:
             for name, value in (("warm_up", warm_up), ("every", every)):
                 check_integer(name, value, 1)
-            factor = min(1.5, transport.size**0.5) if scale is None else scale
+            factor = transport.size**0.5 if scale is None else scale
             if not 0 < factor < math.inf:
                 raise ValueError(f"scale: expected a number above 0, got {scale}")
             adamw = torch.optim.AdamW(params, lr, betas, eps, weight_decay)
@@ -277,6 +180,7 @@ class OneBitAdam(Wrapper):
         if window.replica.context.step < self._means:
             return
         params, saved = window.members.named(), window.state_dict()[STATE]
+        params = {name: params[name] for name in dict.fromkeys([*saved["order"], *params])}  # as in buckets
         residuals = saved["tensors"].get("residual", {})
         tensors = window.replica.call("end of the warm-up", lambda _: self._converted(params, residuals))
         own = self._later
@@ -302,7 +206,8 @@ class OneBitAdam(Wrapper):
                             f"second moments of {name!r}: expected finite values, got NaN or infinity: call discard()"
                             " on all ranks to give up the steps since the last mean"
                         )
-                flat["divisor"] = divisors(replica.transport, layout, flat["square"], groups, self._later.scale)
+                own = flat["square"], groups, self._later.bucket, self._later.scale
+                flat["divisor"] = divisor_of(replica.transport, layout, *own)
                 views["divisor"] = layout.by_name(flat["divisor"])
                 for name, waits in residuals.items():
                     if name in layout.names:
