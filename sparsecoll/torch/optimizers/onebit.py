@@ -19,7 +19,7 @@ from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling, forget
 from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.replica.calls import JOINED, Options, agreed, collective, communicator
-from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.replica import Replica, barrier
 from sparsecoll.torch.tensors.layout import cut
 from sparsecoll.torch.tensors.model import Named, model_of, sparse_weights
 from sparsecoll.torch.tensors.private import is_called_by_scaler
@@ -224,6 +224,7 @@ class OneBitAdam(Wrapper):
         self._use(later)
         try:
             load()
+            later._engine.replica.call("end of the warm-up", lambda _: barrier(later._engine.replica.transport))
         except Exception:
             later.close()
             self._use(before)
