@@ -81,9 +81,8 @@ def mean_in_two_phases(accs, bits_, levels, bucket=BUCKET):
 class Plain:
     """All ranks in one process, on flat vectors."""
 
-    def __init__(self, P, scale=None, beta=0.9, other=0.999, eps=1e-8, decay=0.01):
+    def __init__(self, P, beta=0.9, other=0.999, eps=1e-8, decay=0.01):
         self.P, self.beta, self.other, self.eps, self.decay = P, beta, other, eps, decay
-        self.scale = P**0.5 if scale is None else scale
         self.model = net(seed=0)
         names = [name for name, _ in self.model.named_parameters()]
         sizes = {name: p.numel() for name, p in self.model.named_parameters()}
@@ -112,7 +111,7 @@ class Plain:
             rest[self.order] = acc
         return mean
 
-    def divide(self, squares):
+    def divide(self, squares, gradients):
         root = np.empty_like(self.shared)
         roots = [np.sqrt(square)[self.order] for square in squares]
         root[self.order] = mean_in_two_phases(roots, 8, "float", 512)
@@ -123,24 +122,26 @@ class Plain:
             )
         for part in self.parts:
             root[part] = np.maximum(root[part], 0.1 * np.maximum(least[part], np.float32(root[part].mean())))
-        self.divisor = root / self.scale + self.eps
+        samples = np.array([g[self.order] / root[self.order] for g in gradients]).astype(np.float32).astype(float)
+        ratio = (samples**2).sum() / self.P / (samples.mean(axis=0) ** 2).sum()
+        self.divisor = root / np.sqrt(np.clip(ratio, 1, self.P)) + self.eps
 
     def step(self, number):
         if number < WARM_UP:
             return self.local_step(number)
-        for rank in range(self.P):
-            g = self.gradient(rank, self.shared, number)
+        gradients = [self.gradient(rank, self.shared, number) for rank in range(self.P)]
+        for rank, g in enumerate(gradients):
             self.v[rank] = self.other * self.v[rank] + (1 - self.other) * g * g
             self.rest[rank] += self.beta * self.momentum + (1 - self.beta) * g
         self.momentum = self.mean(1, "mean")
         if number in (2 * WARM_UP, 4 * WARM_UP):
-            self.divide(self.v)
+            self.divide(self.v, gradients)
         self.shared = self.shared * (1 - RATE * self.decay) - RATE * self.momentum / self.divisor
 
     def local_step(self, number):
         t = number + 1
-        for rank in range(self.P):
-            g = self.gradient(rank, self.own[rank], number)
+        gradients = [self.gradient(rank, self.own[rank], number) for rank in range(self.P)]
+        for rank, g in enumerate(gradients):
             self.m[rank] = self.beta * self.m[rank] + (1 - self.beta) * g
             self.v[rank] = self.other * self.v[rank] + (1 - self.other) * g * g
             first, second = self.m[rank] / (1 - self.beta**t), self.v[rank] / (1 - self.other**t)
@@ -153,7 +154,7 @@ class Plain:
         self.own = [self.shared.copy() for _ in range(self.P)]
         if t == WARM_UP:
             self.v = [v / (1 - self.other**t) for v in self.v]
-            self.divide(self.v)
+            self.divide(self.v, gradients)
             for rank in range(self.P):
                 first = self.m[rank] / (1 - self.beta**t)
                 self.rest[rank] = self.rest[rank] * self.divisor / RATE + self.beta * first

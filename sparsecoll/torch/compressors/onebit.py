@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from sparsecoll.vector import DenseVector
 
 KINDS = ("residual", "momentum", "square", "divisor")  # of state
 LEAST = 0.1  # root of a second moment, as a part of the mean of the roots of its parameter and bucket
+SAMPLE = 4096  # values of a bucket, about, of which all ranks compare gradients
 NEW = "make a new OneBitAdam, which begins with a warm-up"
 Groups = Mapping[str, Mapping[str, Any]]  # of an optimizer, by name of the parameter
 
@@ -38,7 +40,7 @@ class OneBit(QSGD):
     Args:
         warm_up: number of steps after which `divisor` was formed; after 2, 4, 8, ... times as many it is formed again.
         before: number of steps taken before the first one that the replica counts.
-        scale: what the roots of second moments are divided by.
+        scale: what the roots of second moments are divided by; None for an estimate, see `noise_of`.
 
     Attributes:
         groups: returns the optimizer's groups by name of the parameter.
@@ -50,7 +52,7 @@ class OneBit(QSGD):
 
     warm_up: int = 1
     before: int = 0
-    scale: float = 1.0
+    scale: float | None = None
     groups: Callable[[], Groups] = field(init=False, repr=False)
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
@@ -62,6 +64,7 @@ class OneBit(QSGD):
         """acc = residual + b1 m + (1 - b1) gradient."""
         if source is not None:
             gradient[:] = source
+        self._gradient = gradient.copy() if self._forms_divisor else None
         self._square.trial = self._square.current.copy()
         arrays = self._square.trial, self._momentum.current, self._divisor.current
         squares, momenta, divisors = map(self.layout.by_name, arrays)
@@ -77,14 +80,17 @@ class OneBit(QSGD):
             own.mul_(1 - beta).add_(momenta[name], alpha=beta)
         return super().compensate(gradient, scale)
 
+    @property
+    def _forms_divisor(self) -> bool:
+        times, rest = divmod(self.context.step + self.before, self.warm_up)
+        return rest == 0 and times > 1 and times & (times - 1) == 0
+
     def communicate(self, transport: Transport, message: DenseVector) -> None:
         super().communicate(transport, message)
-        times, rest = divmod(self.context.step + self.before, self.warm_up)
-        if rest == 0 and times > 1 and times & (times - 1) == 0:
+        if self._gradient is not None:
             with CollectiveCall(transport, "second moments", self.timeout):
-                self._divisor.trial = divisor_of(
-                    transport, self.layout, self._square.trial, self.groups(), self.bucket, self.scale
-                )
+                own = self._square.trial, self._gradient, self.groups(), self.bucket, self.scale
+                self._divisor.trial = divisor_of(transport, self.layout, *own)
 
     def update(self, out: Array, message: DenseVector, reduced: None) -> None:
         self._momentum.trial = out.copy()
@@ -101,7 +107,13 @@ class OneBit(QSGD):
 
 
 def divisor_of(
-    transport: Transport, layout: Layout, squares: Array, groups: Groups, bucket: int, scale: float
+    transport: Transport,
+    layout: Layout,
+    squares: Array,
+    gradient: Array,
+    groups: Groups,
+    bucket: int,
+    scale: float | None,
 ) -> Array:
     """Return sqrt(v) / scale + eps, where sqrt(v) is the mean over the ranks of the roots of `squares`. Collective.
 
@@ -112,10 +124,10 @@ def divisor_of(
     sums = LowBit(bits=8, levels="float", rounding="nearest")
     sums.sum_of(Channel(transport, layout.length), DenseVector(squares**0.5), root, 0, mean=True)
     mine = np.array([bool(part.any()) for part in layout.by_name(squares).values()], np.uint8)
-    used: Any = allgather(transport, mine).any(axis=0).tolist()
+    used: Any = allgather(transport, mine).any(axis=0)
     transport.waitall()
-    parts = layout.by_name(root.values)
-    padded = torch.nn.functional.pad(layout.device.tensor(root.values), (0, -layout.length % bucket)).view(-1, bucket)
+    whole, parts = layout.device.tensor(root.values), layout.by_name(root.values)
+    padded = torch.nn.functional.pad(whole, (0, -layout.length % bucket)).view(-1, bucket)
     means = padded.mean(1, dtype=torch.float64).float()  # whose bits do not depend on the order of the sum
     least = layout.split(means.repeat_interleave(bucket)[: layout.length].to(padded.dtype))
     for (name, part), is_used in zip(parts.items(), used, strict=True):
@@ -123,5 +135,23 @@ def divisor_of(
             part.zero_()
         elif part.numel():
             floor = least[name].clamp_(min=float(part.mean(dtype=torch.float64).float())).mul_(LEAST)
-            torch.maximum(part, floor, out=part).div_(scale).add_(groups[name]["eps"])
+            torch.maximum(part, floor, out=part)
+    if scale is None:
+        scale = noise_of(transport, layout.device.tensor(gradient), whole)
+    for (name, part), is_used in zip(parts.items(), used, strict=True):
+        part.div_(scale).add_(groups[name]["eps"] if is_used else 0.0)
     return root.values
+
+
+def noise_of(transport: Transport, gradient: torch.Tensor, root: torch.Tensor) -> float:
+    """Return how many times too large the noise of a rank's gradient makes the roots of second moments. Collective.
+
+    With the mean gradient G and the gradient g of a rank, this is sqrt(E g^2 / E G^2), in [1, sqrt(P)], over SAMPLE
+    values of one step, each divided by its root.
+    """
+    some = slice(None, None, gradient.numel() // SAMPLE | 1)
+    sample = gradient[some].div(root[some]).nan_to_num(0.0, 0.0, 0.0).float().cpu().numpy()
+    samples = allgather(transport, sample).astype(np.float64)
+    transport.waitall()
+    single, mean = float((samples**2).sum()) / transport.size, float((samples.mean(axis=0) ** 2).sum())
+    return math.sqrt(min(max(single / mean, 1.0), transport.size)) if mean else 1.0

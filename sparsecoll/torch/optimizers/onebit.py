@@ -73,7 +73,8 @@ class OneBitAdam(Wrapper):
        its bucket.
 
     The second moments are those of a rank's own gradients, which have more noise than their mean, so that steps would
-    be shorter than those of AdamW with the global batch: `scale`.
+    be shorter than those of AdamW with the global batch. `scale` makes up for it; it is estimated from the gradients of
+    all ranks in the step in which v is formed, for each bucket.
 
     After the warm-up, parameters have the same bits on all ranks after each step; during it, after each mean, see
     `LocalOptimizer`. Schedules of the learning rate, `join`, checkpoints, `discard` after a NaN and failures are as
@@ -92,7 +93,7 @@ class OneBitAdam(Wrapper):
         every: number of steps from one mean to the next in the warm-up (default: 4).
         bits: bits per value there: 8, 4 (the default), 2 or 1.
         bucket: number of values that share a scale (default: 512).
-        scale: factor of the steps after the warm-up (default: None, for sqrt(P)).
+        scale: factor of the steps after the warm-up (default: None, for the estimate, which is in [1, sqrt(P)]).
         model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
             `params` is not `model.parameters()`.
         comm: as in `DistributedOptimizer`.
@@ -104,8 +105,9 @@ class OneBitAdam(Wrapper):
         ValueError, TypeError: On every rank, if an option or a parameter is invalid on some rank.
         CommunicationError: On every rank, if ranks have different parameters or options.
 
-    Volume: 2n(P-1)/P * (b + 32/bucket)/32 words, where b is `bits` in a mean of the warm-up and 1 in a later step, and
-    8 more where v is formed. Memory: that of LocalOptimizer with AdamW; then four vectors of the size of the gradients.
+    Volume: 2n(P-1)/P * (b + 32/bucket)/32 words, where b is `bits` in a mean of the warm-up and 1 in a later step. Where
+    v is formed, once more with b = 8, and about 4096(P-1) words for each bucket of gradients. Memory: that of
+    LocalOptimizer with AdamW; then, in place of AdamW's moments, four vectors of the size of the gradients.
 
     See Also:
         `sparsecoll.torch.LocalOptimizer`, `sparsecoll.torch.DistributedOptimizer`.
@@ -138,8 +140,7 @@ class OneBitAdam(Wrapper):
         def build(call: CollectiveCall) -> tuple[torch.optim.AdamW, QSGD, OneBit]:
             for name, value in (("warm_up", warm_up), ("every", every)):
                 check_integer(name, value, 1)
-            factor = transport.size**0.5 if scale is None else scale
-            if not 0 < factor < math.inf:
+            if scale is not None and not 0 < scale < math.inf:
                 raise ValueError(f"scale: expected a number above 0, got {scale}")
             adamw = torch.optim.AdamW(params, lr, betas, eps, weight_decay)
             tables = sparse_weights(self._model)
@@ -152,7 +153,7 @@ class OneBitAdam(Wrapper):
             call.signature |= {"warm_up": warm_up, "scale": scale, "param_groups": groups}
             call.agree(entries=0)
             means = -(-warm_up // every)
-            later = OneBit(1, bucket, True, warm_up=means * every, before=means * (every - 1), scale=factor)
+            later = OneBit(1, bucket, True, warm_up=means * every, before=means * (every - 1), scale=scale)
             return adamw, QSGD(bits, bucket, feedback=True), later
 
         adamw, first, self._later = collective(transport, "OneBitAdam", timeout, build)
@@ -201,13 +202,17 @@ class OneBitAdam(Wrapper):
                         steps = float(moments["step"])
                         views["residual"][name].copy_(moments["exp_avg"]).mul_(beta / (1 - beta**steps))
                         views["square"][name].copy_(moments["exp_avg_sq"]).div_(1 - other**steps)
+                    gradient = params[name].grad
+                    if gradient is not None:
+                        views["momentum"][name].copy_(gradient)  # for an estimate of its noise
                     if not views["square"][name].isfinite().all():
                         raise NonFiniteError(
                             f"second moments of {name!r}: expected finite values, got NaN or infinity: call discard()"
                             " on all ranks to give up the steps since the last mean"
                         )
-                own = flat["square"], groups, self._later.bucket, self._later.scale
+                own = flat["square"], flat["momentum"], groups, self._later.bucket, self._later.scale
                 flat["divisor"] = divisor_of(replica.transport, layout, *own)
+                flat["momentum"][:] = 0
                 views["divisor"] = layout.by_name(flat["divisor"])
                 for name, waits in residuals.items():
                     if name in layout.names:
