@@ -107,7 +107,7 @@ def optimizers(task, line, model, comm, steps):
     lr = task.lr * (1 - SHORTER.get(line, MOMENTUM)) / (1 - MOMENTUM)
     adam = {"betas": (0.9, 0.95), "weight_decay": 0.1}
     if line == ONE_BIT:
-        optimizer = OneBitAdam(model.parameters(), task.lr / 2, **adam, warm_up=round(0.15 * steps), comm=comm)
+        optimizer = OneBitAdam(model.parameters(), task.lr, **adam, warm_up=round(0.15 * steps), comm=comm)
         return optimizer, optimizer
     if task.adam:
         inner = torch.optim.AdamW(model.parameters(), task.lr, **adam)

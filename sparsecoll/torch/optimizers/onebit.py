@@ -19,6 +19,7 @@ from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling, forget
 from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.replica.calls import JOINED, Options, agreed, collective, communicator
+from sparsecoll.torch.replica.guards import refuse_wrapped
 from sparsecoll.torch.replica.replica import Replica, barrier
 from sparsecoll.torch.tensors.layout import cut
 from sparsecoll.torch.tensors.model import Named, model_of, sparse_weights
@@ -79,8 +80,9 @@ class OneBitAdam(Wrapper):
     After the warm-up, parameters have the same bits on all ranks after each step; during it, after each mean, see
     `LocalOptimizer`. Schedules of the learning rate, `join`, checkpoints, `discard` after a NaN and failures are as
     described there and in `DistributedOptimizer`. Gradients are local to each rank until `step`, so that accumulating
-    them needs no `no_sync`, and clipping acts on each rank's own gradients. After `step`, `p.grad` has no gradient. A
-    parameter that gets its first gradient after the warm-up is refused on all ranks.
+    them needs no `no_sync`, and clipping acts on each rank's own gradients. After the warm-up, `step` leaves the
+    direction of the step in `p.grad`, a parameter that gets its first gradient then is refused on all ranks, and a
+    plain AdamW that loads the state begins with new moments.
 
     Args:
         params: parameters or groups of them, as in torch, the same in the same order on every rank; of floating point.
@@ -105,8 +107,8 @@ class OneBitAdam(Wrapper):
         ValueError, TypeError: On every rank, if an option or a parameter is invalid on some rank.
         CommunicationError: On every rank, if ranks have different parameters or options.
 
-    Volume: 2n(P-1)/P * (b + 32/bucket)/32 words, where b is `bits` in a mean of the warm-up and 1 in a later step. Where
-    v is formed, once more with b = 8, and about 4096(P-1) words for each bucket of gradients. Memory: that of
+    Volume: 2n(P-1)/P * (b + 32/bucket)/32 words, where b is `bits` in a mean of the warm-up and 1 in a later step; once
+    more with b = 8 where v is formed, and about 4096(P-1) words for each bucket of gradients. Memory: that of
     LocalOptimizer with AdamW; then, in place of AdamW's moments, four vectors of the size of the gradients.
 
     See Also:
@@ -143,6 +145,7 @@ class OneBitAdam(Wrapper):
             if scale is not None and not 0 < scale < math.inf:
                 raise ValueError(f"scale: expected a number above 0, got {scale}")
             adamw = torch.optim.AdamW(params, lr, betas, eps, weight_decay)
+            refuse_wrapped(self._model, "model")
             tables = sparse_weights(self._model)
             if any(id(p) in tables for group in adamw.param_groups for p in group["params"]):
                 raise ValueError(
@@ -160,9 +163,13 @@ class OneBitAdam(Wrapper):
         super().__init__(adamw)
         self._closed = False
         self._means = self._later.warm_up - self._later.before
-        named = self._model or [(name, p) for p, name in names_of(adamw.param_groups, None).items()]
+        named = [(name, p) for p, name in names_of(adamw.param_groups, None).items()]
         options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "verify": verify, "timeout": timeout}
-        self._use(LocalOptimizer(adamw, named, comm, first, every=every, dense_below=0, **options))
+        self._use(
+            LocalOptimizer(
+                adamw, named if self._model is None else self._model, comm, first, every=every, dense_below=0, **options
+            )
+        )
         self._engine.after = self._end_warm_up
 
     def _use(self, now: LocalOptimizer | Compressed) -> None:
