@@ -13,6 +13,7 @@ from sparsecoll import simulate
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Codes
 from sparsecoll.torch import OneBitAdam, redistribute
+from sparsecoll.torch.compressors.onebit import noise_of
 
 WARM_UP, EVERY, BUCKET = 6, 3, 32
 OPTIONS = {"warm_up": WARM_UP, "every": EVERY, "bucket": BUCKET}
@@ -312,3 +313,32 @@ def test_a_plain_adamw_goes_on_from_the_state_with_new_moments():
         go_on(comm, model, plain, 0, 1)
 
     simulate(2, program)
+
+
+@pytest.mark.parametrize("signal", [0.0, 0.5, 10.0])
+def test_the_estimate_of_the_noise_is_that_of_independent_noise(signal):
+    P, n = 4, 100_000
+
+    def program(comm):
+        draw = [torch.Generator().manual_seed(seed) for seed in (9, comm.rank)]
+        size = torch.rand(n, generator=draw[0]) + 0.5
+        common = signal * torch.randn(n, generator=draw[0]) * size
+        gradient = common + torch.randn(n, generator=draw[1]) * size
+        size[::7], gradient[::7] = 0.0, 0.0  # of parameters without gradients
+        return noise_of(comm.transport, gradient, size)
+
+    results = simulate(P, program).results
+    assert len(set(results)) == 1
+    assert results[0] == pytest.approx(math.sqrt((signal**2 + 1) / (signal**2 + 1 / P)), rel=0.05)
+
+
+def test_a_scale_lengthens_the_steps_after_the_warm_up():
+    def program(comm, scale):
+        model, optimizer = trained(comm, WARM_UP, scale=scale)
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        before = parameters(model)
+        go_on(comm, model, optimizer, WARM_UP, WARM_UP + 1)
+        return [p - b for p, b in zip(parameters(model), before, strict=True)]
+
+    (once, *_), (twice, *_) = (simulate(2, lambda comm, s=s: program(comm, s)).results for s in (1.0, 2.0))
+    assert sum(float(t.norm()) for t in twice) == pytest.approx(2 * sum(float(t.norm()) for t in once), rel=0.2)
