@@ -71,8 +71,7 @@ CORRECTED = {  # (task, number of steps) -> compressor
     "densestream 1 %": corrected(densestream),
     "dgc 1 %": lambda task, _: dgc(DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),
 }
-DROP_IN = "SparseSGD"  # with SGD's own learning rate and momentum
-ONE_BIT = "OneBitAdam"
+DROP_IN, ONE_BIT = "SparseSGD", "OneBitAdam"  # with the options of torch.optim.SGD and AdamW
 LOCAL = {"10 local steps, 10 %, 4 bits": {"every": 10, "outer_lr": 2.0}, "4 local steps, 4 bits": {"every": 4}}
 OTHERS = {
     "dense": lambda *_: "none",
@@ -112,8 +111,7 @@ def optimizers(task, line, model, comm, steps):
     if task.adam:
         inner = torch.optim.AdamW(model.parameters(), task.lr, **adam)
     else:
-        momentum = 0.0 if line in CORRECTED else MOMENTUM
-        inner = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+        inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else MOMENTUM)
     if line in DDP:
         return inner, inner
     compressor = LINES[line](task, steps)
