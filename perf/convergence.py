@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from sparsecoll import simulate
 from sparsecoll.bench.timing import about
 from sparsecoll.cli import style
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, OneBitAdam, SparseSGD
 from sparsecoll.torch.compressors import (
     ACPSGD,
     COVAP,
@@ -71,8 +71,8 @@ CORRECTED = {  # (task, number of steps) -> compressor
     "densestream 1 %": corrected(densestream),
     "dgc 1 %": lambda task, _: dgc(DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),
 }
-DROP_IN = "SparseSGD"  # with SGD's own learning rate and momentum
-LOCAL = "10 local steps, 10 %, 4 bits"  # of LocalOptimizer, for AdamW
+DROP_IN, ONE_BIT = "SparseSGD", "OneBitAdam"  # with the options of torch.optim.SGD and AdamW
+LOCAL = {"10 local steps, 10 %, 4 bits": {"every": 10, "outer_lr": 2.0}, "4 local steps, 4 bits": {"every": 4}}
 OTHERS = {
     "dense": lambda *_: "none",
     DROP_IN: lambda *_: None,
@@ -81,7 +81,9 @@ OTHERS = {
     "acpsgd rank 4": lambda *_: ACPSGD(4),
     **{f"covap I = {interval}": lambda *_, interval=interval: COVAP(interval) for interval in (4, 9)},
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
-    LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
+    "10 local steps, 10 %, 4 bits": lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
+    "4 local steps, 4 bits": lambda *_: QSGD(4, feedback=True),
+    ONE_BIT: lambda *_: None,
 }
 LINES = {"dense": OTHERS["dense"], DROP_IN: OTHERS[DROP_IN], **CORRECTED, **OTHERS}
 DDP = {  # lines of `wide`: functions that register a hook
@@ -93,7 +95,7 @@ DDP = {  # lines of `wide`: functions that register a hook
 
 def made_for(task, line):
     """Whether a line differs from others with the optimizer of a task."""
-    return line not in (*SHORTER, DROP_IN) and "Nesterov" not in line if task.adam else line != LOCAL
+    return line not in (*SHORTER, DROP_IN) and "Nesterov" not in line if task.adam else line not in (*LOCAL, ONE_BIT)
 
 
 def optimizers(task, line, model, comm, steps):
@@ -102,18 +104,21 @@ def optimizers(task, line, model, comm, steps):
         optimizer = SparseSGD(model.parameters(), task.lr, MOMENTUM, comm=comm)
         return optimizer, optimizer
     lr = task.lr * (1 - SHORTER.get(line, MOMENTUM)) / (1 - MOMENTUM)
+    adam = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    if line == ONE_BIT:
+        optimizer = OneBitAdam(model.parameters(), task.lr, **adam, warm_up=round(0.15 * steps), comm=comm)
+        return optimizer, optimizer
     if task.adam:
-        inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        inner = torch.optim.AdamW(model.parameters(), task.lr, **adam)
     else:
-        momentum = 0.0 if line in CORRECTED else MOMENTUM
-        inner = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+        inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else MOMENTUM)
     if line in DDP:
         return inner, inner
     compressor = LINES[line](task, steps)
     common = {"bucket_bytes": 1 << 18 if line.startswith("covap") else 25 << 20}  # it filters buckets
     common["dense_below"] = 0 if ", 4 bits" in line else 1024
-    if line == LOCAL:
-        return inner, LocalOptimizer(inner, model, comm, compressor, **common, every=10, outer_lr=2.0)
+    if line in LOCAL:
+        return inner, LocalOptimizer(inner, model, comm, compressor, **common, **LOCAL[line])
     overlap = task.clip is None
     return inner, DistributedOptimizer(inner, model.named_parameters(), comm, compressor, overlap=overlap, **common)
 
@@ -154,7 +159,7 @@ def train(comm, name, line, seed, validate=False, points=8):
         seconds += time.perf_counter() - start
         schedule.step()
         if step * points // steps > (step - 1) * points // steps:
-            if isinstance(optimizer, LocalOptimizer):
+            if isinstance(optimizer, LocalOptimizer | OneBitAdam):
                 optimizer.synchronize()
             if comm.rank == 0:
                 spent = seconds if wide else (optimizer.traffic.total.bytes_received - before) / 1e6

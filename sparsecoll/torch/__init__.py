@@ -10,6 +10,7 @@ from sparsecoll.torch.compressors.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.ddp import HookState, comm_hook
 from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
 from sparsecoll.torch.optimizers.local import LocalOptimizer
+from sparsecoll.torch.optimizers.onebit import OneBitAdam
 from sparsecoll.torch.optimizers.sgd import SparseSGD
 from sparsecoll.torch.reduction.state import load, redistribute, save
 from sparsecoll.torch.replica.broadcasts import broadcast
@@ -22,6 +23,7 @@ __all__ = [
     "DistributedOptimizer",
     "HookState",
     "LocalOptimizer",
+    "OneBitAdam",
     "Schedule",
     "SparseSGD",
     "WarmUp",

@@ -7,7 +7,7 @@ from simulated import simulated
 import sparsecoll
 from sparsecoll import CommunicationError, OkTopk
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, OneBitAdam, SparseSGD
 from sparsecoll.torch.compressors import TopKCompressor
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.all_ranks import node_members
@@ -181,6 +181,34 @@ def test_local_steps_equal_the_simulator_and_ranks_meet_after_each_mean(comm):
             model(data(comm.rank, step)).square().mean().backward()
             optimizer.step()
         optimizer.synchronize()
+        return bits(model)
+
+    mine = program(comm)
+    assert set(comm.allgather(mine)) == {mine}
+    assert simulated(comm, program) == mine
+
+
+def test_one_bit_adam_equals_the_simulator_and_all_ranks_have_the_same_bits(comm):
+    def program(comm):
+        torch.set_num_threads(1)
+        model = net(comm.rank)
+        optimizer = OneBitAdam(model.parameters(), 0.01, warm_up=6, every=3, comm=comm, bucket=64, verify=1)
+
+        def go(steps):
+            for step in steps:
+                optimizer.zero_grad()
+                model(data(comm.rank, step)).square().mean().backward()
+                optimizer.step()
+
+        go(range(5))
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        go(range(5, 14))
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        with optimizer.join():
+            go(range(14, 16 + comm.rank))
+        assert not optimizer.warming_up
         return bits(model)
 
     mine = program(comm)

@@ -20,8 +20,8 @@ def wrapped(model, comm, compressor="none", **options):
     return DistributedOptimizer(inner, model, comm, compressor, **options)
 
 
-def sparse(model, comm):
-    return SparseSGD(model.parameters(), 0.1, comm=comm)
+def sparse(model, comm, **options):
+    return SparseSGD(model.parameters(), 0.1, comm=comm, **options)
 
 
 def local(model, comm):
@@ -299,3 +299,16 @@ def test_complex_parameters_are_refused_with_the_cure():
             DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], comm)
 
     simulate(2, program)
+
+
+@pytest.mark.parametrize("make", [partial(wrapped, verify=1), partial(sparse, verify=1)], ids=["wrapped", "SparseSGD"])
+def test_ranks_that_have_left_join_are_not_compared(make):
+    def program(comm):
+        model = net(seed=comm.rank)
+        optimizer = make(model, comm)
+        with optimizer.join():
+            train(comm, model, optimizer, range(2 + 3 * comm.rank))
+        train(comm, model, optimizer, range(8, 10))
+        return bits(model)
+
+    assert len(set(simulate(3, program).results)) == 1

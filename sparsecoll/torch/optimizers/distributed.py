@@ -126,11 +126,14 @@ class Wrapper(torch.optim.Optimizer):
                 state = state if changed is None else changed
             return state
 
-        state = self._engine.replica.call("hooks of load_state_dict", hooked)
-        inner = {name: value for name, value in state.items() if name not in (STATE, LOCAL)}
-        self._engine.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
+        self._load(self._engine.replica.call("hooks of load_state_dict", hooked))
         for after in state_dict_hooks(self, "load_state_dict_post"):
             after(self)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Load a state, on all ranks or on none. Collective."""
+        inner = {name: value for name, value in state.items() if name not in (STATE, LOCAL)}
+        self._engine.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")

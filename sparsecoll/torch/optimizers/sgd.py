@@ -307,7 +307,8 @@ class SparseSGD(torch.optim.Optimizer):
             self._replica.suspect = True
             logger.error("rank %d: the step failed: %s", self._replica.transport.rank, error)
             raise
-        self._replica.compare_if_due()
+        if not outcome.joined:  # ranks that have left `join` do not step
+            self._replica.compare_if_due()
 
     # -- other ranks
 

@@ -204,8 +204,7 @@ class Engine(Reducer):
         if self._watch is not None:
             self._watch.check(self.params.values())
         self._hooks.attach(self.params)
-        if not self._outcome.joined:
-            self._compare_if_due()
+        self._compare_if_due()
         try:
             name = f"end of reduction of optimizer {self.number}"
             self._outcome = self.reduce(name, self.regroup)
@@ -268,10 +267,14 @@ class Engine(Reducer):
         self._compare_if_due()
 
     def _compare_if_due(self) -> None:
-        """After a step, or before the reduction that follows one that the loop has taken by itself. Collective."""
+        """After a step, or before the reduction that follows one that the loop has taken by itself. Collective.
+
+        Ranks that have left `join` do not step, so that nothing is compared then.
+        """
         if self.steps.unverified:
             self.steps.unverified = False
-            self.replica.compare_if_due()
+            if not self._outcome.joined:
+                self.replica.compare_if_due()
 
     def failed_step(self, error: Exception) -> None:
         """The optimizer has raised on this rank: tell the others, who may have stepped, in their next reduction."""

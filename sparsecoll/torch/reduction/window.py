@@ -36,6 +36,7 @@ class Window(Owner):
         replica: the values of the last mean, the same on all ranks.
         members: tells which parameters were added and removed.
         steps: taken on this rank since the last mean.
+        after: called after every mean, on all ranks; what it raises on one, the mean raises on all.
     """
 
     replaces = False  # the optimizer that LocalOptimizer wraps may be a DistributedOptimizer
@@ -51,6 +52,7 @@ class Window(Owner):
         options: Options,
     ) -> None:
         self.steps = 0
+        self.after: Callable[[], None] = lambda: None
         self._params: Named = {}
         self._moved: set[str] = set()  # parameters that took part in these steps
         self._last: set[str] = set()  # those of the last mean, in which some ranks may have failed
@@ -153,6 +155,7 @@ class Window(Owner):
             raise
         if outcome.trainable or outcome.over:
             self.replica.compare_if_due()
+            self.after()
         return outcome
 
     def _mean(self, flags: int) -> Round:

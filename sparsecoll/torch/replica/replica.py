@@ -154,6 +154,7 @@ class Replica:
         shared_options: returns options that must be the same on all ranks.
         changed: returns whether parameters were added or removed on this rank.
         warmed: whether a reduction has succeeded.
+        equal: whether all ranks have the same values already, so that `introduce` only compares names and shapes.
         suspect: whether this rank's parameters may differ from the others'.
         stopped_at: the number of steps that this rank had taken when it ran out of data; None while it has some.
     """
@@ -166,7 +167,7 @@ class Replica:
         self.context = StepContext()
         self.shared_options: Callable[[], dict[str, Any]] = dict
         self.changed: Callable[[], bool] = lambda: False
-        self.warmed = self.suspect = False
+        self.warmed = self.suspect = self.equal = False
         self.stopped_at: int | None = None
         self._model = model
 
@@ -245,7 +246,8 @@ class Replica:
             check()
             call.signature |= {**signature, **describe(tensors)}
             call.agree(entries=0)
-            broadcast_tensors(self.transport, tensors.values())
+            if not self.equal:
+                broadcast_tensors(self.transport, tensors.values())
 
         self.call(CHANGE if self.params else "parameters", introduce)
         if not self.params:
