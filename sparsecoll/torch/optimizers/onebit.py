@@ -20,11 +20,12 @@ from sparsecoll.torch.reduction.grad_scaler import Scaling, forget
 from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.replica.calls import JOINED, Options, agreed, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped
-from sparsecoll.torch.replica.replica import Replica, barrier
+from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import cut
 from sparsecoll.torch.tensors.model import Named, model_of, sparse_weights
 from sparsecoll.torch.tensors.private import is_called_by_scaler
 from sparsecoll.transport import as_transport
+from sparsecoll.transport.all_ranks import barrier
 from sparsecoll.transport.call import CollectiveCall
 
 
