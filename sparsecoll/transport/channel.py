@@ -60,7 +60,8 @@ class Channel:
 
     def with_format(self, format: Format) -> Channel:
         """Return a channel that sends sparse messages in another format."""
-        other = copy.copy(self)
+        other = object.__new__(Channel)  # faster than copy.copy, in every call of `auto`
+        other.__dict__.update(self.__dict__)
         other.format = format
         return other
 

@@ -24,6 +24,7 @@ from sparsecoll.vector import SparseVector
 
 SEMANTICS = ("exact_sum", "top_k_of_sum")
 BITS = 5  # of a number of entries, by which choices are made, so that few are predicted
+ALLGATHER = Allgather()  # without state
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Auto(Algorithm):
             return None
         if self._chosen(channel, x, x.nnz, early=True) != "allgather":
             return np.empty(AGREEMENT_BYTES, np.uint8)
-        return Allgather().early(self._with_format(channel), x)
+        return ALLGATHER.early(self._with_format(channel), x)
 
     def persistent(self, channel: Channel, x: Vector, k: int, early: bool) -> tuple[Algorithm, Channel]:
         if self.want != "exact_sum":
@@ -96,7 +97,7 @@ class Auto(Algorithm):
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         if channel.gathered and all(map(len, channel.gathered)):
-            return Allgather()(channel, x, k)
+            return ALLGATHER(channel, x, k)
         chosen = self._chosen(channel, x, k)
         algorithm = self._oktopk if chosen == "oktopk" and self._oktopk is not None else CHOICES[chosen]()
         reduction = algorithm(self._with_format(channel), x, k)
