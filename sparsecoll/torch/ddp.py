@@ -162,19 +162,18 @@ class HookState:
     def _of(self, bucket: GradBucket) -> tuple[Bucket, Compressor]:
         """Return the memory and the compressor of a bucket; collective if DDP has put other parameters into it."""
         params = {self._name(p): p for p in bucket.parameters()}
-        index, names = self._reduced - 1, tuple(params)
-        rows = bucket.buffer().is_sparse  # DDP puts such a parameter into a bucket of its own
-        length = 0 if rows else int(bucket.buffer().numel())
+        index, names, values = self._reduced - 1, tuple(params), bucket.buffer()
+        rows = values.is_sparse  # DDP puts such a parameter into a bucket of its own
+        length = 0 if rows else int(values.numel())
         lengths = (0,) * index + (length,)
         if self._needs_lengths:
             lengths = self._lengths if self._lengths[index : index + 1] == (length,) else (*lengths, -1)
-        if index < len(self._buckets):
-            layout = self._buckets[index][0].layout
-            if (layout.names, layout.lengths) == (names, lengths):
-                return self._buckets[index]
+        layout = self._buckets[index][0].layout if index < len(self._buckets) else None
+        if layout is not None and (layout.names, layout.lengths) == (names, lengths):
+            return self._buckets[index]
         self._check_group()
         self._buckets.release(index)  # those of before DDP has rebuilt all of them, if it has
-        shapes, values = tuple(tuple(p.shape) for p in params.values()), bucket.buffer()
+        shapes = tuple(tuple(p.shape) for p in params.values())
         dtype, device = residual_dtype(values.dtype), device_of(values)
         layout = Layout(index, lengths, names, shapes, dtype, device, rows=rows)
         with CollectiveCall(self.transport, "bind", self._timeout):
