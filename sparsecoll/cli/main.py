@@ -47,6 +47,7 @@ NETWORKS = {
 COLOURS = {"good": 32, "could be better": 33, "broken": 31}  # of ECMA-48: green, yellow, red
 INTERRUPTED = 128 + signal.SIGINT  # the status of a command that Ctrl-C has ended, as shells have it
 UNSEEN_SECONDS = 3  # until a process that goes on after Ctrl-C is ended
+_TOLD = threading.Event()  # the main thread has said that it was interrupted
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -305,7 +306,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _end_after_interrupt() -> None:
-    """End the process some seconds after Ctrl-C where its main thread does not see it.
+    """End the process some seconds after Ctrl-C where its main thread does not see it, or waits for a rank at its end.
 
     A collective of MPI waits for a rank that has ended, and functions of Python that LLVM calls drop exceptions.
     """
@@ -318,8 +319,9 @@ def _end_after_interrupt() -> None:
         while bell.recv(1)[0] != signal.SIGINT:
             pass
         time.sleep(UNSEEN_SECONDS)
-        with contextlib.suppress(SystemExit):
-            fail("interrupted", INTERRUPTED)
+        if not _TOLD.is_set():
+            with contextlib.suppress(SystemExit):
+                fail("interrupted", INTERRUPTED)
         os._exit(INTERRUPTED)
 
     threading.Thread(target=end, daemon=True).start()
@@ -346,4 +348,5 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, TypeError, OSError, OverflowError, MemoryError, ImportError, CommunicationError) as error:
         fail(str(error), 2 if getattr(error, "of_argument", False) else 1, getattr(error, "on_all_ranks", False))
     except KeyboardInterrupt:
+        _TOLD.set()
         fail("interrupted", INTERRUPTED)

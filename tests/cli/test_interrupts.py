@@ -36,6 +36,7 @@ COMMANDS = {
     "bench": (["bench", "--n", "1e5", "--repeat", "99999"], ""),
     "bench computes": (["bench"], SLOW),
     "bench drops it": (["bench"], DROPS),
+    "bench ends slowly": (["bench"], f"{SLOW}; import atexit; atexit.register(time.sleep, 60)"),  # as in MPI_Finalize
     "doctor": (["doctor"], "doctor._versions = slow"),
     "warmup": (["warmup"], "from sparsecoll.cli import warmup; warmup._algorithms = slow"),
     "gain": (["gain"], "from sparsecoll.cli import gain; gain.predict = slow"),
