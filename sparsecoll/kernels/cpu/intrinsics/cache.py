@@ -2,15 +2,19 @@
 
 Numba numbers the files of a function, and two processes that fill the cache at once may take the same number. It also
 overlooks changes of functions in other files, does not know instruction sets, and trusts a damaged file, whose code may
-end the process.
+end the process. The processes of a node that need the same kernel at once all compile it; here one does, and the others
+wait for its file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ logger = logging.getLogger(__name__)
 caching: Any = _caching
 runtime: Any = _runtime
 KERNELS = Path(__file__).parents[2]
+WAIT_SECONDS = 30  # for the process that compiles a kernel: it may have been stopped
 SOURCES = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(KERNELS.rglob("*.py")))).digest()
 
 
@@ -32,10 +37,10 @@ class CacheFile(caching.IndexDataCacheFile):  # type: ignore[misc]
 
     def save(self, key: Any, data: Any) -> None:
         with contextlib.suppress(OSError):  # such as a full disk
-            self._save_data(self._data_name(self._number(key)), data)
+            self._save_data(self._data_name(self.number(key)), data)
 
     def load(self, key: Any) -> Any:
-        name = self._data_name(self._number(key))
+        name = self._data_name(self.number(key))
         with contextlib.suppress(OSError):  # it does not exist
             stored = Path(self._data_path(name)).read_bytes()
             size = len(stored) - len(SOURCES)
@@ -45,7 +50,7 @@ class CacheFile(caching.IndexDataCacheFile):  # type: ignore[misc]
         dumped: bytes = super()._dump(data)
         return dumped + _digest(dumped)
 
-    def _number(self, key: Any) -> int:
+    def number(self, key: Any) -> int:
         return int.from_bytes(hashlib.sha256(repr((SET, nb.__version__, key)).encode()).digest()[:8], "little")
 
 
@@ -64,19 +69,58 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         self._cache_file = CacheFile(self._cache_path, self._impl.filename_base, b"")
+        self._locked: list[int] = []
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
         """As Numba's, in which a kernel that is held by a closure has another name in every process."""
         return signature, codegen.magic_tuple(), _described(self._py_func)
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """As Numba's, but without loading what only a compilation needs, SciPy's linear algebra among it."""
+        """As Numba's, but without loading what only a compilation needs, SciPy's linear algebra among it.
+
+        If it returns None, no other process compiles this kernel until `unlock` is called or this process ends.
+        """
         runtime.initialize(target_context)
         with self._guard_against_spurious_io_errors():
             found = self._load_overload(signature, target_context)
-        if found is None:
-            _announce(self._cache_path)
+            if found is None:
+                _announce(self._cache_path)
+                with contextlib.suppress(OSError):  # a folder or a file system without locks
+                    waited = self._lock(signature, target_context)
+                    found = self._load_overload(signature, target_context)
+                    if found is not None or waited:  # the other one could not save it: none waits twice
+                        self.unlock()
         return found
+
+    def _lock(self, signature: Any, target_context: Any) -> bool:
+        """Lock a kernel, one byte of the folder's file; return whether another process had it."""
+        self._impl.locator.ensure_cache_path()
+        file = _lock_file(self._cache_path)
+        byte = self._cache_file.number(self._index_key(signature, target_context.codegen())) >> 2  # an off_t
+        start, free = time.monotonic(), True
+        while not _locked(file, byte) and time.monotonic() < start + WAIT_SECONDS:
+            free = False
+            time.sleep(0.01)
+        self._locked.append(byte)
+        return not free
+
+    def unlock(self) -> None:
+        """Let other processes compile what this one has locked last."""
+        if self._locked:
+            fcntl.lockf(_lock_file(self._cache_path), fcntl.LOCK_UN, 1, self._locked.pop())
+
+
+@functools.cache
+def _lock_file(folder: str) -> int:
+    """Open the file whose bytes are locked, once: a process that closes it loses all of its locks."""
+    return os.open(os.path.join(folder, "kernels.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _locked(file: int, byte: int) -> bool:
+    with contextlib.suppress(BlockingIOError, PermissionError):  # POSIX allows both for a lock of another process
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        return True
+    return False
 
 
 @functools.cache
@@ -89,5 +133,13 @@ def jit(function: Any) -> Any:
     """`function`, compiled when it is first called with arguments of these types; releases the GIL, and is cached."""
     compiled: Any = nb.njit(nogil=True)(function)
     with contextlib.suppress(RuntimeError):  # there is no folder that this process may write to
-        compiled._cache = _Cache(function)
+        compiled._cache = kernels = _Cache(function)
+
+        def compile_and_unlock(signature: Any, compile_: Any = compiled.compile) -> Any:
+            try:
+                return compile_(signature)
+            finally:
+                kernels.unlock()
+
+        compiled.compile = compile_and_unlock
     return compiled

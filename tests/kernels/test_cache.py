@@ -1,0 +1,103 @@
+"""Processes that need the same kernels at once: one compiles, and the others wait for it, but never for ever."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+COUNT = """
+import numpy as np
+from sparsecoll.kernels import cpu
+from sparsecoll.kernels.cpu.intrinsics import cache
+{before}
+for dtype in (np.float32, np.int32):
+    x = np.arange(-500, 500).astype(dtype)
+    assert cpu.count_at_least(x, int(cpu.magnitude_keys(x[:1])[0])) == 1
+stats = cpu.selection._count.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+HOLD = """
+import fcntl, os, pathlib, time
+from sparsecoll.kernels import cpu
+folder = pathlib.Path(cpu.selection._count.stats.cache_path)
+folder.mkdir(parents=True, exist_ok=True)
+file = open(folder / "kernels.lock", "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("ready", flush=True)
+time.sleep(600)
+"""
+FOLDER = "import os; os.makedirs(os.path.join(cpu.selection._count.stats.cache_path, 'kernels.lock'))"
+FAILS = """
+import time
+import numpy as np
+from numba.core.compiler import Compiler
+from sparsecoll.kernels import cpu
+Compiler.compile_extra = None
+x = np.ones(9, np.float32)
+try:
+    cpu.count_at_least(x, 1)
+except (TypeError, AttributeError):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts programs with one empty cache, and ends them after the test."""
+    if os.environ.get("SPARSECOLL_KERNELS") == "reference":
+        pytest.skip("nothing is compiled")
+    processes = []
+
+    def started(program):
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        return process
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def counts(process):
+    """The kernels that a process has loaded and those that it has compiled."""
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    return tuple(map(int, out.split()))
+
+
+@pytest.mark.slow
+def test_each_kernel_is_compiled_by_one_process(start):
+    found = [counts(process) for process in [start(COUNT.format(before="")) for _ in range(4)]]
+    assert [sum(pair) for pair in found] == [2] * 4 and sum(compiled for _, compiled in found) == 2, found
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_compiles(start):
+    holder = start(HOLD)
+    assert holder.stdout.readline() == "ready\n"
+    waiting = start(COUNT.format(before="print(flush=True)"))
+    assert waiting.stdout.readline() == "\n"
+    time.sleep(1)
+    assert waiting.poll() is None
+    holder.kill()
+    assert counts(waiting) == (0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["cache.WAIT_SECONDS = 0.1", FOLDER], ids=["a process that is stopped", "no lock"])
+def test_what_does_not_come_is_compiled(before, start):
+    if "WAIT" in before:
+        assert start(HOLD).stdout.readline() == "ready\n"
+    assert counts(start(COUNT.format(before=before))) == (0, 2)
+
+
+@pytest.mark.slow
+def test_a_compilation_that_fails_keeps_nobody_waiting(start):
+    failed = start(FAILS)
+    assert failed.stdout.readline() == "ready\n"
+    assert counts(start(COUNT.format(before="cache.WAIT_SECONDS = 1e9"))) == (0, 2)
