@@ -27,7 +27,11 @@ from sparsecoll.formats.codes import Codes as Codes
 from sparsecoll.formats.coo import CooFormat as CooFormat
 from sparsecoll.formats.dense import DenseFormat as DenseFormat
 from sparsecoll.formats.densestream import DenseStreamFormat as DenseStreamFormat
-from sparsecoll.formats.packed import PackedCodesFormat as PackedCodesFormat, PackedFormat as PackedFormat
+from sparsecoll.formats.packed import (
+    EXPONENTS,
+    PackedCodesFormat as PackedCodesFormat,
+    PackedFormat as PackedFormat,
+)
 from sparsecoll.formats.slots import SlotsFormat as SlotsFormat
 from sparsecoll.kernels.memory import data_ptr, to_host
 from sparsecoll.telemetry.trace import listening, span
@@ -44,7 +48,7 @@ FORMATS: dict[str, Format] = {
     "auto": AutoFormat(),
 }
 
-_BY_ID = {form.id: form for form in FORMATS.values() if form.id}
+_BY_ID = {form.id: form for form in (*FORMATS.values(), EXPONENTS) if form.id}
 
 
 def as_format(format: str | Format) -> Format:
@@ -106,7 +110,7 @@ def decode(buffer: Buffer, length: int, width: int = 0) -> SparseVector:
     with span("decode", entries(buffer) if listening() else 0):
         if not width:
             return form.decode(_aligned(buffer), length)
-        if type(form) is not PackedFormat:
+        if not isinstance(form, PackedFormat) or form.lossy:
             raise CommunicationError(f"message: expected rows of {width} values, got a message in {form.name}")
         return form.decode(_aligned(buffer), length, width)
 

@@ -36,7 +36,7 @@ CODING = {  # on a core with AVX-512; magnitudes matter, digits do not
     "coo": Coding(0.6e-9, 0.15e-9),
     "dense": Coding(2.9e-9, 0.6e-9, 0.17e-9, 0.16e-9),
     "bitmap": Coding(1.0e-9, 0.9e-9, 0.0, 0.08e-9),
-    "packed": Coding(3.0e-9, 1.8e-9),
+    "packed": Coding(4.5e-9, 2.6e-9),  # exponents included
     "densestream": Coding(20e-9, 10e-9),
 }
 
@@ -94,10 +94,10 @@ class AutoFormat(Chooser):
                 self._cost(form, form.least_size(x, wire), x) > least or self._hopeless(form, x, wire, best[1].size)
             ):
                 continue
-            plan = form.plan(x, wire)
-            cost = self._cost(form, plan.size, x)
+            planned = form.planned(x, wire) if isinstance(form, PackedFormat) else (form, form.plan(x, wire))
+            cost = self._cost(form, planned[1].size, x)
             if best is None or cost < least:
-                best, least = (form, plan), cost
+                best, least = planned, cost
         assert best is not None
         return best
 

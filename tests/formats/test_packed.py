@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import CommunicationError, SparseVector, formats
+from sparsecoll import CommunicationError, RowSparse, SparseVector, formats, select
 from sparsecoll.formats import FORMATS, PackedCodesFormat
 from sparsecoll.formats.packed import PackedIndices
 from sparsecoll.testing.formats import check_vector, damaged
@@ -44,6 +44,60 @@ def test_worst_cases_stay_near_raw_indices():
     assert bits(far, 2**32) < 34
     evens = np.arange(0, 2 * 10**5, 2)
     assert bits(evens, 2 * 10**5) < 2.1
+
+
+def selected(density, dtype, n=10**6):
+    """The entries of largest magnitude of what is drawn from Student's t with 4 degrees of freedom."""
+    return select.topk(np.random.default_rng(0).standard_t(4, n).astype(np.float32), round(density * n)).astype(dtype)
+
+
+@pytest.mark.parametrize(("wire", "rest", "all_bits"), [("float32", 24, 8), ("bfloat16", 8, 8), ("float16", 11, 5)])
+@pytest.mark.parametrize(("density", "bits"), [(0.01, 2.3), (0.1, 2.4)])
+def test_exponents_of_selected_values_take_about_two_bits(wire, rest, all_bits, density, bits):
+    x = selected(density, np.float32)
+    indices = 8 * PackedIndices().size(x) / x.nnz
+    coded = 8 * FORMATS["packed"].size(x, wire) / x.nnz - indices - rest
+    assert 1 < coded < bits < all_bits
+
+
+WIDE = 2.0 ** np.random.default_rng(0).uniform(-20, 20, 1500)
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-39, 3e38, 1.0]
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("values", [np.ones(1023), np.ones(1024), -np.ones(1025), WIDE, SPECIAL * 300, WIDE.repeat(9)])
+def test_values_with_coded_exponents_come_back(values, wire):
+    values = np.array(values).astype(np.float32)
+    x = SparseVector(np.arange(values.size), values, 20_000)
+    message = formats.encode(x, "packed", wire)
+    y = formats.decode(message, x.length)
+    plain = formats.decode(formats.encode(x, "coo", wire), x.length)
+    assert message.size == FORMATS["packed"].size(x, wire)
+    assert y.values.dtype == plain.values.dtype and y.values.tobytes() == plain.values.tobytes()
+    assert message.size <= PackedIndices().size(x) + values.size * (4 if wire == "float32" else 2)
+
+
+def test_rows_have_coded_exponents():
+    rng = np.random.default_rng(0)
+    x = RowSparse(np.arange(0, 900, 3), rng.standard_normal((300, 64)).astype(np.float32), 1000)
+    message = formats.encode(x, "packed")
+    y = formats.decode(message, 1000, 64)
+    assert message.size < 0.87 * x.values.nbytes and np.array_equal(y.values, x.values)
+
+
+@pytest.mark.parametrize("wire", ["float32", "float16"])
+def test_damaged_exponents_are_refused_or_valid(wire):
+    rng = np.random.default_rng(0)
+    x, other = selected(0.002, np.float32), selected(0.003, np.float32)
+    messages = [formats.encode(each, "packed", wire) for each in (x, other)]
+    refused = 0
+    for _ in range(1500):
+        message = damaged(rng, *messages)
+        try:
+            check_vector(formats.decode(message, x.length), x.length)
+        except CommunicationError:
+            refused += 1
+    assert refused > 500
 
 
 def test_half_the_bytes_of_coo_at_1_percent_with_float16():

@@ -26,10 +26,10 @@ def test_round_trips(dtype, count):
 
 
 def test_a_message_has_one_index_for_each_row():
-    x = rows_of(d=64)
+    x = rows_of(np.float64, d=64)
     values, flat = x.values.nbytes, x.to_dense().reshape(-1)
     assert values < PACKED.encode(x).size < values + 2 * x.nnz
-    assert formats.encode(SparseVector.from_dense(flat), "coo").size > 2 * values
+    assert formats.encode(SparseVector.from_dense(flat), "coo").size > 1.4 * values
     with pytest.raises(ValueError, match="format: expected 'packed' for rows, got 'auto'"):
         formats.encode(x)
 

@@ -131,6 +131,31 @@ def test_rice_codes_equal_the_reference_and_come_back(cp, gpu, size, seed, own, 
                 same(found, wanted)
 
 
+@FEW
+@given(size=sizes, seed=seeds, kind=st.sampled_from([("float32", 8), ("float16", 5), ("float16", 8)]), data=st.data())
+def test_exponents_equal_the_reference_and_come_back(cp, gpu, size, seed, kind, data):
+    dtype, bits = kind
+    stored = values(np.dtype(dtype), size, seed).view(f"u{np.dtype(dtype).itemsize}")
+    table = reference.exponent_table(stored, bits)
+    on, table_on = cp.asarray(stored), cp.asarray(table)
+    same(gpu.exponent_table(on, bits), table)
+    offsets = reference.exponent_offsets(table, size, bits, stored.itemsize)
+    same(gpu.exponent_offsets(table_on, size, bits, stored.itemsize), offsets)
+    out, mine = np.empty(int(offsets[-1]), np.uint8), cp.empty(int(offsets[-1]), np.uint8)
+    reference.exponent_encode(stored, bits, table, out)
+    gpu.exponent_encode(on, bits, table_on, mine)
+    same(mine, out)
+    back = cp.empty(size, stored.dtype)
+    assert gpu.exponent_decode(mine, bits, table_on, back)
+    same(back, stored)
+    if size:
+        out[data.draw(st.integers(0, out.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        wanted = reference.exponent_decode(out, bits, table, stored)
+        assert gpu.exponent_decode(cp.asarray(out), bits, table_on, back) == wanted
+        if wanted:
+            same(back, stored)
+
+
 @pytest.mark.parametrize("blocks", [1, 16, 4096, 4097, 9000])
 def test_offsets_of_many_rice_blocks(cp, gpu, blocks):
     rng = np.random.default_rng(blocks)

@@ -87,6 +87,56 @@ def test_rice_parameter_that_would_overflow_64_bits_is_refused():
         assert (mine is None) == (theirs is None) and (mine is None or mine.tolist() == theirs.tolist())
 
 
+@st.composite
+def floats(draw):
+    """Floats as they are stored, and the bits of their exponents: all alike, above a threshold, of any bits."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    count = draw(st.sampled_from([0, 1, 63, 64, 65, 1023, 1024, 1025, 2500]))
+    stored, bits = draw(st.sampled_from([(np.uint32, 8), (np.uint16, 8), (np.uint16, 5)]))
+    size = 8 * np.dtype(stored).itemsize
+    kind, spread = draw(st.sampled_from(["same", "normal", "sum", "any"])), draw(st.integers(0, 2**bits - 1))
+    exponents = {
+        "same": np.full(count, spread),
+        "normal": spread - rng.geometric(0.6, count),
+        "sum": spread + np.where(rng.random(count) < 0.1, rng.integers(-20, 9, count), 0),
+        "any": rng.integers(0, 2**bits, count),
+    }[kind] % 2**bits
+    rest = rng.integers(0, 2 ** (size - 1 - bits), count) | rng.integers(0, 2, count) << (size - 1)
+    return (rest | exponents << (size - 1 - bits)).astype(stored), bits
+
+
+def coded(kernels, stored, bits):
+    table = kernels.exponent_table(stored, bits)
+    out = np.full(int(kernels.exponent_offsets(table, stored.size, bits, stored.itemsize)[-1]), 77, np.uint8)
+    kernels.exponent_encode(stored, bits, table, out)
+    return table, out
+
+
+@FEW
+@given(floats())
+def test_exponents_are_those_of_the_reference_and_come_back(given):
+    stored, bits = given
+    (table, out), (own_table, own) = (coded(kernels, stored, bits) for kernels in (reference, cpu))
+    assert table.dtype == own_table.dtype and table.tolist() == own_table.tolist()
+    assert out.tobytes() == own.tobytes() and out.size <= stored.nbytes + 64 * (bits + 8)
+    for kernels in BOTH:
+        back = np.empty_like(stored)
+        assert kernels.exponent_decode(out, bits, table, back) and back.tolist() == stored.tolist()
+
+
+@FEW
+@given(floats(), st.data())
+def test_damaged_exponents_are_refused_or_give_values(given, data):
+    stored, bits = given
+    table, out = coded(cpu, stored, bits)
+    for _ in range(data.draw(st.integers(1, 5)) if out.size else 0):
+        out[data.draw(st.integers(0, out.size - 1))] = data.draw(st.integers(0, 255))
+    mine, theirs = np.empty_like(stored), np.empty_like(stored)
+    done = cpu.exponent_decode(out, bits, table, mine)
+    assert done == reference.exponent_decode(out, bits, table, theirs)
+    assert not done or mine.tolist() == theirs.tolist()
+
+
 @FEW
 @given(positions(largest=2**20), st.integers(0, 6))
 def test_blocks_are_those_of_the_reference_and_come_back(indices, gap):

@@ -15,7 +15,16 @@ from sparsecoll.kernels.cpu.intrinsics import cache
 ROOT = Path(__file__).parent.parent.parent
 OTHERS = [name for name in ("avx512", "avx2", "portable") if name != cpu.lanes.SET]
 SUITES = [f"tests/kernels/test_{name}.py" for name in ("kernels", "codecs", "dense", "union")]
-SAME = ("several_threads", "rice", "blocks", "bitmaps", "hashed", "marked", "random_indices")  # kernels without lanes
+SAME = (
+    "several_threads",
+    "rice",
+    "exponents",
+    "blocks",
+    "bitmaps",
+    "hashed",
+    "marked",
+    "random_indices",
+)  # kernels without lanes
 DTYPES = {  # a type of floats and one of integers, and both widths of lanes; without lanes all types have one source
     "avx512": "float32 int64",
     "avx2": "float32 int64",

@@ -39,6 +39,7 @@ DENSE_MERGE = 1.8e-9  # the same at high density, to which DENSE_MERGE_SPAN is a
 DENSE_MERGE_SPAN = 0.2e-9  # seconds per coordinate of such a sum
 CONCATENATE = 1.2e-9  # seconds per entry copied into the result
 VALUE = 1e-9  # seconds per value of a dense vector: filled from a sparse one, added, and converted to sparse again
+CODED = 0.7  # bytes that the coded exponent of a value saves (format packed)
 STAGE_CALLS = 2.5  # times CALL: what a message of a chunk costs beyond its entries, in Python and in MPI
 
 
@@ -87,7 +88,7 @@ class Shape:
         density = min(entries / span, 1.0)
         bits = 1.0 if density > 0.6 else -1.02 * (math.log2(density) + (1 - density) / density * math.log2(1 - density))
         sizes = {
-            "packed": entries * (width + bits / 8),
+            "packed": entries * (width + bits / 8 - (CODED if width <= 4 and density <= 0.5 else 0.0)),
             "coo": entries * (width + (4 if self.n <= 2**32 else 8)),
             "bitmap": entries * width + span / 8,
             "dense": span * width,

@@ -6,6 +6,7 @@ float16 are formed in float32 (see `vector.accumulator_dtype`).
 """
 
 from sparsecoll.kernels.cpu.codecs import *
+from sparsecoll.kernels.cpu.exponents import *
 from sparsecoll.kernels.cpu.merge import *
 from sparsecoll.kernels.cpu.quantization import *
 from sparsecoll.kernels.cpu.rice import *
@@ -19,6 +20,7 @@ from sparsecoll.kernels.reference.codecs import (
     from_bfloat16 as from_bfloat16,
     slots_write as slots_write,
 )
+from sparsecoll.kernels.reference.exponents import exponent_offsets as exponent_offsets
 from sparsecoll.kernels.reference.folds import *
 from sparsecoll.kernels.reference.rows import join_rows as join_rows, split_rows as split_rows, take_rows as take_rows
 from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys, random_indices as random_indices

@@ -4,6 +4,7 @@ atomic operations.
 """
 
 from sparsecoll.kernels.gpu.codecs import *
+from sparsecoll.kernels.gpu.exponents import *
 from sparsecoll.kernels.gpu.quantization import *
 from sparsecoll.kernels.gpu.rice import *
 from sparsecoll.kernels.gpu.selection import *

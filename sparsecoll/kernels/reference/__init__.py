@@ -3,6 +3,7 @@ of its modules; `cpu` and `gpu` have the same names with the same parameters and
 """
 
 from sparsecoll.kernels.reference.codecs import *
+from sparsecoll.kernels.reference.exponents import *
 from sparsecoll.kernels.reference.folds import *
 from sparsecoll.kernels.reference.quantization import *
 from sparsecoll.kernels.reference.rice import *
