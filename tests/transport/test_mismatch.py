@@ -1,6 +1,16 @@
 """Ranks in different calls raise the same error on all ranks, whoever waits for whom; none waits for ever.
 
 SPARSECOLL_PAIRS=all tries all pairs of calls (`make fuzz`); otherwise a sample of them.
+
+Why no two ranks in different calls wait for ever: the position of a rank is its call and the number of agreements on
+arguments in it; it is part of the tag. A rank that waits tells the one for which it waits the tag that it expects.
+Follow from a rank that waits for ever to the rank for which it waits, and so on. The path ends at a rank that is in no
+call or has failed, which other rules treat, or in a cycle, in which every rank has been told by the one before it. Not
+every rank of a cycle can be behind the one that waits for it, so consider a rank B at the position of A, which waits
+for B, or beyond it. If B's tag at A's position is not A's, B raises. If it is A's for all such pairs, no B is beyond
+its A, since it would have sent what A waits for, or received what A would have sent. So all ranks of the cycle are at
+one position of one call with the same arguments: a state that the call also reaches if all ranks make it and the others
+are slow. From there it finishes.
 """
 
 import os
