@@ -104,7 +104,7 @@ def fused(options):
 
 
 def packed(options):
-    """The format packed: bits per index and per selected float32, the speed of its index kernels and of messages."""
+    """The format packed: bits per index and per selected float32, the speed of its index kernels."""
     n, form = options.sizes[0], formats.FORMATS["packed"]
     for density in DENSITIES:
         x = drawn(n, round(density * n), 0, 1)()
@@ -122,8 +122,8 @@ def packed(options):
         to, back = (k / took / 1e6 for took in medians([encode, decode], options.repeat))
         bits = formats.packed.PackedIndices().size(x) * 8 / k
         least = (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2) / k
-        row = {"density": density, "bits per index": bits, "entropy of uniform": least}
-        row["bits per value"] = formats.FORMATS["packed"].size(x) * 8 / k - bits
+        row = {"density": density, "bits per index": bits, "bits per value": form.size(x) * 8 / k - bits}
+        row["entropy of uniform"] = least
         yield row, {"encode, M indices/s": to, "decode, M indices/s": back}
 
 
