@@ -33,16 +33,16 @@ from sparsecoll.torch.tensors.private import indices_of, is_trial_step, values_o
 
 
 class State(Enum):
-    """The state of an optimizer's gradients since its last step; docs/architecture.md has the table of transitions."""
+    """The state of an optimizer's gradients since its last step."""
 
-    EMPTY = auto()
-    LOCAL = auto()
-    SENDING = auto()
-    STALE = auto()
-    DISCARDED = auto()
-    MEANS = auto()
-    NAN = auto()
-    STEPPED = auto()
+    EMPTY = auto()  # none has come, the step was taken or skipped, or a reduction failed
+    LOCAL = auto()  # they are this rank's own, and in no bucket, or all ranks reduce once more
+    SENDING = auto()  # they are in buckets, and complete buckets are queued for the progress thread
+    STALE = auto()  # some have come after others were sent; all are sent again when back-propagation has ended
+    DISCARDED = auto()  # they were thrown away after they had been sent
+    MEANS = auto()  # they are the means over the ranks
+    NAN = auto()  # they are NaN on all ranks; the next step raises
+    STEPPED = auto()  # an optimizer has stepped with them; of DDP and FSDP alone
 
 
 TRANSITIONS = {
