@@ -42,6 +42,17 @@ except (TypeError, AttributeError):
     print("ready", flush=True)
     time.sleep(600)
 """
+CODES = """
+import numpy as np
+from sparsecoll.formats import Codes
+x = np.linspace(-1, 1, 512, dtype=np.float32)
+for bits in {bits}:
+    codes = Codes(bits, "linear", 512)
+    message, y = np.zeros(codes.size(0, 512), np.uint8), np.zeros_like(x)
+    codes.encode(x.copy(), 0, None, message, False)
+    codes.decode(message, 0, y)
+    assert np.abs(x - y).max() < 2 ** (1 - bits), bits
+"""
 
 
 @pytest.fixture
@@ -101,3 +112,8 @@ def test_a_compilation_that_fails_keeps_nobody_waiting(start):
     failed = start(FAILS)
     assert failed.stdout.readline() == "ready\n"
     assert counts(start(COUNT.format(before="cache.WAIT_SECONDS = 1e9"))) == (0, 2)
+
+
+def test_kernels_of_one_closure_that_two_processes_have_compiled_are_not_mixed_up(start):
+    for bits in ([8], [4], [8, 4], [4, 8]):
+        assert start(CODES.format(bits=bits)).wait(120) == 0

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import time
@@ -19,17 +20,31 @@ from pathlib import Path
 from typing import Any
 
 import numba as nb
-from numba.core import caching as _caching
+from numba.core import bytecode as _bytecode, caching as _caching
 from numba.core.runtime.nrt import rtsys as _runtime
 
 from sparsecoll.kernels.cpu.intrinsics.target import SET
 
 logger = logging.getLogger(__name__)
+bytecode: Any = _bytecode
 caching: Any = _caching
 runtime: Any = _runtime
 KERNELS = Path(__file__).parents[2]
 WAIT_SECONDS = 30  # for the process that compiles a kernel: it may have been stopped
 SOURCES = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(KERNELS.rglob("*.py")))).digest()
+
+
+def _number_functions() -> None:
+    """Let Numba count functions from a random number, which is a part of the names in their machine code.
+
+    It counts from 1 in every process. Then two functions of one closure that two processes have compiled may have the
+    same name, and a process that loads both from the cache calls the same code for both.
+    """
+    bytecode.FunctionIdentity._unique_ids = itertools.count(int.from_bytes(os.urandom(7), "little"))
+
+
+_number_functions()
+os.register_at_fork(after_in_child=_number_functions)
 
 
 class CacheFile(caching.IndexDataCacheFile):  # type: ignore[misc]
