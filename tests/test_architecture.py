@@ -34,7 +34,14 @@ LAYERS = [  # one room a floor; a module may import from its own room and from t
     "cli",
     "__main__",
 ]
-TORCH = ["tensors", "compressors", "replica", "reduction", "optimizers", "ddp fsdp __init__"]  # likewise, in torch/
+TORCH = [
+    "tensors",
+    "compressors",
+    "replica",
+    "reduction",
+    "optimizers",
+    "ddp fsdp backend __init__",
+]  # likewise, in torch/
 PRIVATE = {"tensors/private.py", "fsdp/groups.py"}  # which use what torch keeps private
 INTERNALS = {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "kernels" / "cpu" / "intrinsics").glob("*.py")}
 HOMES = {

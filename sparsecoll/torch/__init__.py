@@ -5,6 +5,7 @@ import torch.distributed
 if not torch.distributed.is_available():
     raise ImportError("sparsecoll.torch: expected PyTorch with torch.distributed, got one that was built without it")
 
+import sparsecoll_backend
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 from sparsecoll.torch.compressors.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.ddp import HookState, comm_hook
@@ -15,6 +16,8 @@ from sparsecoll.torch.optimizers.sgd import SparseSGD
 from sparsecoll.torch.reduction.state import load, redistribute, save
 from sparsecoll.torch.replica.broadcasts import broadcast
 from sparsecoll.torch.replica.process_group import init_process_group
+
+sparsecoll_backend.register()
 
 __all__ = [
     "COMPRESSORS",

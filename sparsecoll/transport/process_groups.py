@@ -47,14 +47,28 @@ def group_transport(comm: Any, timeout: float | None = None) -> Transport:
     transport = _transports.get(group)
     if transport is None:
         try:
-            transport = connect_ranks(_meeting_of(group), timeout)
+            transport = connect_group(group, group.group_name, timeout)
         except CommunicationError as error:
-            transport = Abandoned(str(error))
-        else:
-            _close_with(group, transport)
-        _transports[group] = transport
+            transport = _transports[group] = Abandoned(str(error))
     if isinstance(transport, Abandoned):
         raise transport.error()
+    return transport
+
+
+def connect_group(group: Any, name: str, timeout: float | None = None) -> Transport:
+    """Connect a process group's ranks, also if torch.distributed does not know it yet; collective.
+
+    Args:
+        group: the process group.
+        name: of the group, which no other group in its store has.
+        timeout: see `group_transport`.
+
+    Raises:
+        CommunicationError: The ranks could not be connected.
+    """
+    transport = connect_ranks(_meeting_of(group, name), timeout)
+    _close_with(group, transport)
+    _transports[group] = transport
     return transport
 
 
@@ -114,7 +128,7 @@ def _group_of(comm: Any) -> Any:
     return comm
 
 
-def _meeting_of(group: Any) -> StoreMeeting:
+def _meeting_of(group: Any, name: str) -> StoreMeeting:
     """Return the meeting of a group's ranks: in the store by which they found each other.
 
     No collective of the group is used: one that some rank never joins would wait when the process ends.
@@ -124,7 +138,7 @@ def _meeting_of(group: Any) -> StoreMeeting:
         store = group.get_group_store()
     else:  # before PyTorch had the method
         store = _distributed().distributed_c10d._get_process_group_store(group)
-    return StoreMeeting(store, group.rank(), group.size(), f"sparsecoll/{group.group_name}", True, start)
+    return StoreMeeting(store, group.rank(), group.size(), f"sparsecoll/{name}", True, start)
 
 
 class StoreMeeting:

@@ -1,11 +1,13 @@
 """What the adapter uses of torch's private interfaces is as it expects: a test for each function of `private.py`."""
 
 import inspect
+from datetime import timedelta
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 from torch.distributed.fsdp._flat_param import FlatParameter  # noqa: E402
 
@@ -214,3 +216,41 @@ def scaled(factor):
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=4.0), torch.optim.SGD([p], 0.1)
     scaler.scale((factor * p).sum()).backward()
     return scaler, optimizer
+
+
+def backends_of_one_rank(folder):
+    store = dist.FileStore(str(folder / "store"), 1)
+    return store, private.inner_backends(store, 0, 1, timedelta(seconds=60))
+
+
+def test_inner_backends(tmp_path):
+    backends = backends_of_one_rank(tmp_path)[1]
+    assert [*backends] == ["cpu", "cuda"]
+    x = torch.ones(3)
+    backends["cpu"].allreduce([x], dist.AllreduceOptions()).wait()
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_serve_by(tmp_path):
+    store, backends = backends_of_one_rank(tmp_path)
+    group, x = dist.ProcessGroup(store, 0, 1), torch.ones(3)
+    private.serve_by(group, backends)
+    group.allreduce([x]).wait()
+    group.barrier().wait()
+    assert x.tolist() == [1, 1, 1] and "cpu" in map(str, group._device_types)
+
+
+def test_serve_monitored_barrier(monkeypatch):
+    calls = []
+
+    class Group:
+        def monitored_barrier(self, *arguments):
+            calls.append(arguments)
+
+    for module in (dist, dist.distributed_c10d):
+        monkeypatch.setattr(module, "monitored_barrier", dist.monitored_barrier)
+    private.serve_monitored_barrier(Group)
+    dist.monitored_barrier(Group(), wait_all_ranks=True)
+    assert calls == [(None, True)]
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        dist.monitored_barrier()

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 CHECKPOINT = "torch.distributed.checkpoint.state_dict"  # torch's module of get_state_dict and set_state_dict
@@ -110,6 +114,46 @@ def inside_ddp() -> bool:
 def profiled() -> bool:
     """Return whether a profiler of torch records; in place of spans recorded in vain, which take microseconds."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+# -- process groups
+
+
+def inner_backends(store: Any, rank: int, size: int, timeout: timedelta) -> dict[str, Any]:
+    """Return torch's backends by the type of their devices, of a group that has none; nothing public makes them."""
+    gloo = dist.distributed_c10d.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return {"cpu": gloo, "cuda": gloo}
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
+    nccl._set_sequence_number_for_group()
+    return {"cpu": gloo, "cuda": nccl}
+
+
+def serve_by(group: Any, backends: Mapping[str, Any]) -> None:
+    """Let backends serve a group; what makes a group of torch's backends also makes it a known one."""
+    kinds = {dist.distributed_c10d.ProcessGroupGloo: dist.ProcessGroup.BackendType.GLOO}
+    for device, backend in backends.items():
+        kind = kinds.get(type(backend), dist.ProcessGroup.BackendType.NCCL)
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_default_backend(kind)
+
+
+def serve_monitored_barrier(kind: type) -> None:
+    """Let torch.distributed.monitored_barrier accept groups of a class, too; it asks for the name "gloo"."""
+    original = dist.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        one: Any = group or dist.distributed_c10d.GroupMember.WORLD
+        if isinstance(one, kind):
+            one.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
+        else:
+            original(group, timeout, wait_all_ranks)
+
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
 
 
 # -- optimizers

@@ -1,0 +1,152 @@
+"""The process group: what the library does better runs over its sockets, and all else in gloo or NCCL inside."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
+
+from sparsecoll.collectives.allreduce import allreduce
+from sparsecoll.torch.backend.lowbit import LowBitSums
+from sparsecoll.torch.backend.options import Options, resolve
+from sparsecoll.torch.backend.work import Call, Watched
+from sparsecoll.torch.replica.calls import collective
+from sparsecoll.torch.tensors.private import inner_backends, serve_by, serve_monitored_barrier
+from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import spread
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.process_groups import connect_group, group_transport
+from sparsecoll.transport.progress import completed_future, in_background
+
+LOST_SECONDS = 5.0  # in which the ranks of a call that has failed in gloo tell each other so
+OPERATIONS = {"SUM": "sum", "AVG": "mean"}
+PASSED = {  # calls whose exceptions name ranks, besides allreduce; those of send and recv have one in their arguments
+    *("broadcast", "reduce", "allreduce_coalesced", "barrier", "gather", "scatter", "alltoall", "alltoall_base"),
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base", "all_gather_single"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("all_gather_single_coalesced", "reduce_scatter_single_coalesced", "all_to_all_single"),
+}
+
+
+class ProcessGroupSparsecoll(ProcessGroup):
+    """A process group whose `allreduce` sums sparse tensors, and dense ones if `options` say so, by the library.
+
+    Its connections are also those of the library's calls on this group.
+
+    Args:
+        store: of this group alone.
+        rank: of this process in the group.
+        size: number of ranks.
+        timeout: of calls.
+        options: see Options.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Options) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg, arg-type]  # what Python classes can call
+        self._store, self._seconds = store, timeout.total_seconds()
+        transport = connect_group(self, "own", self._seconds)
+        name = collective(transport, "init_process_group", self._seconds, lambda _: _drawn_name(transport))
+        backends = inner_backends(PrefixStore(name, store), rank, size, timeout)
+        self._inner: Any = ProcessGroup(store, rank, size)
+        for group in (self, self._inner):
+            serve_by(group, backends)
+        self._watched = backends["cuda"] is backends["cpu"]  # works of NCCL are not waited for by the CPU
+        self._sums = LowBitSums(options)
+
+    def get_group_store(self) -> Any:
+        """Return the store of this group."""
+        return self._store
+
+    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # torch has three
+        """Sum tensors over the ranks in place, see `torch.distributed.all_reduce`."""
+        x = tensors if torch.is_tensor(tensors) else tensors[0]
+        opts = args[0] if args else kwargs.get("opts", kwargs.get("op"))
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
+        name = OPERATIONS.get(str(getattr(op, "op", op)).rpartition(".")[2])
+        one = x is tensors or len(tensors) == 1
+        if one and x.layout is torch.sparse_coo:
+            return self._call(partial(self._sum_sparse, x=x, name=name), x, opts)
+        if one and name and self._sums.take(x):
+            return self._call(partial(self._sums.write, x=x, op=name), x, opts)
+        return self._passed("allreduce", tensors, *args, **kwargs)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, see `torch.distributed.monitored_barrier`."""
+        self._inner.monitored_barrier(timeout or timedelta(seconds=self._seconds), wait_all_ranks)
+
+    def _call(self, own: Callable[[CollectiveCall], None], x: torch.Tensor, opts: Any) -> Call:
+        """Make a call of the library, which changes x."""
+        transport = group_transport(self, self._seconds)
+
+        def call() -> None:
+            with torch.no_grad():
+                collective(transport, "all_reduce", self._seconds, own)
+
+        start = in_background if getattr(opts, "asyncOp", True) else _at_once
+        return Call(start(transport, call), [x])
+
+    def _sum_sparse(self, call: CollectiveCall, x: torch.Tensor, name: str | None) -> None:
+        if name is None or (name == "mean" and not x.dtype.is_floating_point):
+            raise ValueError(
+                f"op: expected SUM, or AVG of floats, for a sparse tensor of {x.dtype}: use a dense one (x.to_dense())"
+            )
+        local, wire = x.detach().cpu(), None
+        if x.dtype is torch.bfloat16:  # NumPy has none
+            local, wire = local.float(), "bfloat16"
+        options: Any = {"op": name, "value_dtype": wire, "timeout": self._seconds, "nonfinite": "pass"}
+        x.copy_(allreduce(call.transport, local, **options))
+
+    def _passed(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        work = getattr(self._inner, name)(*args, **kwargs)
+        return Watched(work, lambda error: self._named(name, error)) if self._watched and work is not None else work
+
+    def _named(self, name: str, error: RuntimeError) -> Exception:
+        """Return the exception that replaces one of gloo, which all ranks get at about the same time."""
+        try:
+            transport = group_transport(self, LOST_SECONDS)
+            collective(transport, name, LOST_SECONDS, lambda _: None, failed=error)
+        except Exception as named:
+            return named
+        return error
+
+
+def _drawn_name(transport: Transport) -> str:
+    """Return a name that rank 0 draws: the store may hold what gloo left in it for an earlier group of this name."""
+    drawn = np.frombuffer(secrets.token_bytes(8) if transport.rank == 0 else b"", np.uint8)
+    name = bytes(spread(transport, drawn)).hex()
+    transport.waitall()
+    return name
+
+
+def _at_once(transport: Transport, call: Callable[[], None]) -> Future[None]:
+    """Execute a blocking call; `wait` raises its exception."""
+    return completed_future(call)
+
+
+def _passing(name: str) -> Callable[..., Any]:
+    def call(self: ProcessGroupSparsecoll, *args: Any, **kwargs: Any) -> Any:
+        return self._passed(name, *args, **kwargs)
+
+    return call
+
+
+for _name in PASSED:
+    if hasattr(ProcessGroup, _name):  # in this version of torch
+        setattr(ProcessGroupSparsecoll, _name, _passing(_name))
+
+
+serve_monitored_barrier(ProcessGroupSparsecoll)
+
+
+def create(group: Any, options: Any) -> ProcessGroupSparsecoll:
+    """Return a process group, as `torch.distributed.Backend.register_backend` with `extended_api` expects it."""
+    chosen = resolve(options, not group.global_ranks_in_group)
+    return ProcessGroupSparsecoll(group.store, group.group_rank, group.group_size, group.timeout, chosen)

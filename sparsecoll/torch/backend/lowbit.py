@@ -1,0 +1,79 @@
+"""Sums of dense floats in few bits a value, with error feedback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sparsecoll.algorithms import Dense, LowBit
+from sparsecoll.collectives.allreduce import allreduce_vectors
+from sparsecoll.collectives.options import CallOptions
+from sparsecoll.torch.backend.options import BITS, Options
+from sparsecoll.torch.tensors.layout import CPU
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.channel import Channel
+from sparsecoll.vector import DenseVector
+
+Key = tuple[int, int, torch.dtype]
+
+
+@dataclass
+class LowBitSums:
+    """The sums of one group, and the residual of each memory that was summed, for as long as the memory lives."""
+
+    options: Options
+    _kept: dict[Key, tuple[Any, torch.Tensor]] = field(default_factory=dict, init=False)
+
+    def take(self, x: torch.Tensor) -> bool:
+        """Return whether the options ask for a sum of x, or of its like on the other ranks, in few bits."""
+        return (
+            self.options.dense in BITS
+            and x.layout is torch.strided
+            and x.device.type == "cpu"
+            and x.dtype.is_floating_point
+            and x.is_contiguous()
+            and x.numel() >= max(self.options.dense_below, 1)
+        )
+
+    def write(self, call: CollectiveCall, x: torch.Tensor, op: str) -> None:
+        """Write the sum, or for op "mean" the mean, of all ranks' x to x.
+
+        Args:
+            call: in which this happens.
+            x: contiguous tensor of floats on the CPU.
+            op: "sum" or "mean".
+        """
+        call.signature |= {"dense": self.options.dense, "op": op, "length": x.numel(), "dtype": str(x.dtype)}
+        finite = bool(torch.isfinite(x.sum(dtype=torch.float64)))
+        held = call.agree(entries=int(finite))
+        flat = x.detach().view(-1)
+        work = flat if flat.dtype is torch.float64 else flat.float()
+        mean, channel = op == "mean", Channel(call.transport, x.numel())
+        if not min(held):  # no scale has room for them; nothing is rounded, and the residual stays
+            reduced = allreduce_vectors(
+                call.transport, DenseVector(CPU.array(work)), Dense(), CallOptions(nonfinite="pass")
+            )
+            work = CPU.tensor(np.asarray(reduced.value.values))
+            flat.copy_(work / call.transport.size if mean else work)
+            return
+        key = (x.data_ptr(), x.numel(), x.dtype)
+        acc = self._pop(key, x)
+        acc += work
+        algorithm = LowBit(bits=BITS[self.options.dense], rounding="nearest")
+        algorithm.sum_of(channel, DenseVector(CPU.array(acc)), DenseVector(CPU.array(work)), 0, mean, take=True)
+        call.transport.waitall()
+        if work is not flat:
+            flat.copy_(work)
+        self._kept[key] = StorageWeakRef(x.untyped_storage()), acc  # type: ignore[no-untyped-call]
+
+    def _pop(self, key: Key, x: torch.Tensor) -> torch.Tensor:
+        """Remove and return the residual of x; zeros if there is none. Those of freed memory are forgotten."""
+        for other in [other for other, (storage, _) in self._kept.items() if storage.expired()]:
+            del self._kept[other]
+        if key in self._kept:
+            return self._kept.pop(key)[1]
+        return torch.zeros(x.numel(), dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)

@@ -1,0 +1,104 @@
+"""The backend "sparsecoll" of torch.distributed: each call is as gloo's, and the name is known without an import."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import backend_calls
+import backend_failures
+import backend_ranks
+import pytest
+from launching import python
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calls")
+    job = python(Path(__file__).with_name("backend_ranks.py"), folder)
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    assert len(ranks) == backend_ranks.RANKS, job.stdout + job.stderr
+    return {name: [text for rank in ranks for text in rank[name]] for name in ranks[0]}
+
+
+@pytest.mark.parametrize("name", [*backend_calls.CASES, "again", "few_bits", "adapters"])
+def test_a_call_is_as_gloos(name, failed):
+    assert not failed[name], "\n".join(failed[name])
+
+
+def run_installed(folder, code):
+    """What a program prints where the library is installed, so that torch finds its entry point."""
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    information = folder / "installed-0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\nVersion: 0\n")
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in entries.items()]
+    (information / "entry_points.txt").write_text("".join(lines))
+    job = python("-c", code, variables={"PYTHONPATH": f"{folder}:{ROOT}"})
+    assert job.returncode == 0, job.stderr
+    return job.stdout.split()
+
+
+def test_the_name_is_known_without_an_import_of_the_library(tmp_path):
+    code = (
+        "import sys, torch.distributed as dist\n"
+        "print(*[name for name in ('sparsecoll', 'numba', 'mpi4py') if name in sys.modules])\n"
+        f"dist.init_process_group('sparsecoll', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "x = torch.sparse_coo_tensor([[1, 1]], torch.ones(2), (3,), check_invariants=True)\n"
+        "dist.all_reduce(x)\n"
+        "print(dist.get_backend(), *x.to_dense().tolist())\n"
+    )
+    assert run_installed(tmp_path, code.replace("import sys, ", "import sys, torch, ")) == [
+        "sparsecoll",
+        "0.0",
+        "2.0",
+        "0.0",
+    ]
+
+
+def test_it_is_registered_by_the_adapter_too():
+    """Where torch does not call entry points."""
+    code = "import sparsecoll.torch, torch.distributed as dist; print(dist.is_backend_available('sparsecoll'))"
+    job = python("-c", code, variables={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(ROOT)})
+    assert job.stdout.split() == ["True"], job.stderr
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """What ranks have raised, by the name of the case, without those that failed or left on purpose."""
+    folder, found = tmp_path_factory.mktemp("failures"), {}
+    job = python(Path(__file__).with_name("backend_failures.py"), folder)
+    for path in sorted(folder.glob("*.json")):
+        for name, text in json.loads(path.read_text()).items():
+            found.setdefault(name, []).extend([] if "on purpose" in text else [text])
+    assert len(found) == len(backend_failures.TOGETHER + backend_failures.LEAVING), job.stdout + job.stderr
+    return found
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in backend_failures.LEAVING])
+def test_a_rank_that_leaves_is_named_on_all_others(name, texts):
+    assert len(texts[name]) == 3 and all(re.search(r"rank \d lost rank 3: ", text) for text in texts[name]), texts[name]
+
+
+@pytest.mark.parametrize("name", ["one_rank_alone", "dense_alone"])
+def test_a_rank_that_does_not_come_is_named_on_all_others(name, texts):
+    assert len(texts[name]) == 3 and all("waits for" in text and "of rank 2" in text for text in texts[name])
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        (
+            "other_shapes",
+            "shape: expected the same value on all ranks, got [9, 2] on ranks 0, 2, [10, 2] on ranks",
+        ),
+        ("other_dtypes", "dtype: expected the same value on all ranks, got 'float64' on rank 0, 'float32' on ranks 1"),
+        ("another_operation", "for a sparse tensor of torch.float32: use a dense one (x.to_dense())"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused_on_all_ranks(name, text, texts):
+    assert len(texts[name]) == 4 and all(text in other for other in texts[name]), texts[name]
