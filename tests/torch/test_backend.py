@@ -5,13 +5,14 @@ import re
 import tomllib
 from pathlib import Path
 
-import backend_calls
-import backend_failures
-import backend_ranks
 import pytest
 from launching import python
 
 torch = pytest.importorskip("torch")
+
+import backend_calls  # noqa: E402
+import backend_failures  # noqa: E402
+import backend_ranks  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
