@@ -105,13 +105,12 @@ def fused(options):
 
 def packed(options):
     """The format packed: bits per index and per selected float32, the speed of its index kernels."""
-    n, form = options.sizes[0], formats.FORMATS["packed"]
+    n, forms = options.sizes[0], (formats.packed.PackedIndices(), formats.FORMATS["packed"])
     for density in DENSITIES:
         x = drawn(n, round(density * n), 0, 1)()
-        x = x.with_values(select.topk(heavy(n), x.nnz).values)
         kernels, k = kernels_of(x.values), x.nnz
-        block = kernels.rice_block(x.indices)
-        table = kernels.rice_table(x.indices, block)
+        x = x.with_values(select.topk(heavy(n), k).values)
+        table = kernels.rice_table(x.indices, block := kernels.rice_block(x.indices))
         out = np.empty(int(kernels.rice_offsets(table, k, block)[-1]) + RICE_PAD, np.uint8)
 
         def encode(x=x, kernels=kernels, out=out):
@@ -120,10 +119,9 @@ def packed(options):
 
         decode = partial(kernels.rice_decode, table, out, block, int(x.indices[0]), k, n, x.indices.dtype)
         to, back = (k / took / 1e6 for took in medians([encode, decode], options.repeat))
-        bits = formats.packed.PackedIndices().size(x) * 8 / k
+        bits, total = (8 * form.size(x) / k for form in forms)
         least = (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2) / k
-        row = {"density": density, "bits per index": bits, "bits per value": form.size(x) * 8 / k - bits}
-        row["entropy of uniform"] = least
+        row = {"density": density, "bits per index": bits, "entropy of uniform": least, "bits per value": total - bits}
         yield row, {"encode, M indices/s": to, "decode, M indices/s": back}
 
 
