@@ -25,17 +25,7 @@ from sparsecoll import simulate
 from sparsecoll.bench.timing import about
 from sparsecoll.cli import style
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, OneBitAdam, SparseSGD
-from sparsecoll.torch.compressors import (
-    ACPSGD,
-    COVAP,
-    QSGD,
-    PowerSGD,
-    TopKCompressor,
-    densestream,
-    dgc,
-    nesterovtopk,
-    oktopk,
-)
+from sparsecoll.torch.compressors import ACPSGD, COMPRESSORS, COVAP, QSGD, PowerSGD, TopKCompressor
 from sparsecoll.torch.compressors.schedule import WarmUp
 from sparsecoll.transport import default_comm
 
@@ -46,15 +36,18 @@ BEFORE = "allgather 1 %, 4 bits"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
 SHORTER = dict.fromkeys((BEST, TWICE, BEFORE), 0.7)
 SHORTER["oktopk 1 %, momentum 0.5"] = 0.5
+ALONE = ", no momentum"
+SHORTER |= {f"{name}{ALONE}": 0.0 for name in ("dense", "SparseSGD, oktopk 1 %", "SparseSGD, oktopk 2 %")}
 
 
-def corrected(make, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=False, **options):
+def corrected(name, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=False, **options):
     """Return a line with momentum in the compressor, for tasks of SGD, and local clipping; `warm_up` of all steps."""
     sgd = {"momentum": momentum, "nesterov": nesterov}
 
     def made(task, steps):
         own = {} if task.adam else {"clip": task.clip, **sgd}
-        return make(WarmUp(density, max(1, round(warm_up * steps))) if warm_up else density, **own, **options)
+        schedule = WarmUp(density, max(1, round(warm_up * steps))) if warm_up else density
+        return COMPRESSORS[name](schedule, **own, **options)
 
     return made
 
@@ -62,21 +55,30 @@ def corrected(make, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=Fa
 FOUR_BITS = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
 NESTEROV = {"momentum": 0.7, "warm_up": 0.02, "nesterov": True}
 CORRECTED = {  # (task, number of steps) -> compressor
-    BEST: corrected(nesterovtopk, **NESTEROV),
-    TWICE: corrected(nesterovtopk, **NESTEROV, density=2 * DENSITY),
-    BEFORE: corrected(TopKCompressor, **FOUR_BITS),
-    "oktopk 1 %, momentum 0.5": corrected(oktopk, momentum=0.5),
-    "oktopk 1 %": corrected(oktopk),
-    "allgather 1 %": corrected(TopKCompressor, algo="allgather"),
-    "densestream 1 %": corrected(densestream),
-    "dgc 1 %": lambda task, _: dgc(DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),
+    BEST: corrected("nesterovtopk", **NESTEROV),
+    TWICE: corrected("nesterovtopk", **NESTEROV, density=2 * DENSITY),
+    BEFORE: corrected("topk", **FOUR_BITS),
+    "oktopk 1 %, momentum 0.5": corrected("oktopk", momentum=0.5),
+    "oktopk 1 %": corrected("oktopk"),
+    "allgather 1 %": corrected("topk", algo="allgather"),
+    "densestream 1 %": corrected("densestream"),
+    "dgc 1 %": lambda task, _: COMPRESSORS["dgc"](DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),
+}
+PAPERS = {  # more of the papers' baselines
+    "dragonn 1 %": corrected("dragonn", selective=False),
+    "gaussiank 1 %": corrected("gaussiank"),
+    "gtopk 1 %": corrected("topk", algo="gtopk"),
+    "sparcml 1 %": corrected("topk", algo="sparcml"),
+    "densestream 5 %": corrected("densestream", density=0.05),
 }
 DROP_IN, ONE_BIT = "SparseSGD", "OneBitAdam"  # with the options of torch.optim.SGD and AdamW
+SPARSE = {DROP_IN: {}}  # options of SparseSGD; Algorithm 2 of Ok-Topk has no momentum
+SPARSE |= {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)}
 LOCAL = {"10 local steps, 10 %, 4 bits": {"every": 10, "outer_lr": 2.0}, "4 local steps, 4 bits": {"every": 4}}
 OTHERS = {
     "dense": lambda *_: "none",
     DROP_IN: lambda *_: None,
-    "oktopk 1 %, momentum outside": lambda *_: oktopk(DENSITY),
+    "oktopk 1 %, momentum outside": lambda *_: "oktopk",
     "powersgd rank 4": lambda *_: PowerSGD(4),
     "acpsgd rank 4": lambda *_: ACPSGD(4),
     **{f"covap I = {interval}": lambda *_, interval=interval: COVAP(interval) for interval in (4, 9)},
@@ -85,7 +87,17 @@ OTHERS = {
     "4 local steps, 4 bits": lambda *_: QSGD(4, feedback=True),
     ONE_BIT: lambda *_: None,
 }
-LINES = {"dense": OTHERS["dense"], DROP_IN: OTHERS[DROP_IN], **CORRECTED, **OTHERS}
+OUTSIDE = {  # with momentum outside, or without
+    f"dense{ALONE}": lambda *_: "none",
+    **{line: lambda *_: None for line in SPARSE if line != DROP_IN},
+    "acpsgd rank 4, no feedback": lambda *_: ACPSGD(4, feedback=False),
+    "acpsgd rank 4, no reuse": lambda *_: ACPSGD(4, reuse=False),
+    "randomk 1 %": lambda *_: "randomk",
+    "efsignsgd": lambda *_: "efsignsgd",
+}
+CORRECTED |= PAPERS
+PAPERS |= OUTSIDE
+LINES = {"dense": OTHERS["dense"], DROP_IN: OTHERS[DROP_IN], **CORRECTED, **OTHERS, **OUTSIDE}
 DDP = {  # lines of `wide`: functions that register a hook
     "DDP, gloo": lambda model: None,
     "DDP, fp16 hook": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
@@ -100,10 +112,11 @@ def made_for(task, line):
 
 def optimizers(task, line, model, comm, steps):
     """Return the optimizer of a line, without and with its wrapper."""
-    if line == DROP_IN:
-        optimizer = SparseSGD(model.parameters(), task.lr, MOMENTUM, comm=comm)
+    momentum = SHORTER.get(line, MOMENTUM)
+    lr = task.lr * (1 - momentum) / (1 - MOMENTUM)
+    if line in SPARSE:
+        optimizer = SparseSGD(model.parameters(), lr, momentum, comm=comm, **SPARSE[line])
         return optimizer, optimizer
-    lr = task.lr * (1 - SHORTER.get(line, MOMENTUM)) / (1 - MOMENTUM)
     adam = {"betas": (0.9, 0.95), "weight_decay": 0.1}
     if line == ONE_BIT:
         optimizer = OneBitAdam(model.parameters(), task.lr, **adam, warm_up=round(0.15 * steps), comm=comm)
@@ -111,7 +124,7 @@ def optimizers(task, line, model, comm, steps):
     if task.adam:
         inner = torch.optim.AdamW(model.parameters(), task.lr, **adam)
     else:
-        inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else MOMENTUM)
+        inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else momentum)
     if line in DDP:
         return inner, inner
     compressor = LINES[line](task, steps)
@@ -165,7 +178,7 @@ def train(comm, name, line, seed, validate=False, points=8):
                 spent = seconds if wide else (optimizer.traffic.total.bytes_received - before) / 1e6
                 part = test if step == steps or wide else (test[0][::5], test[1][::5])
                 curve.append([step, spent, quality(model, part, task.unit)])
-    if line not in DDP and line != DROP_IN:
+    if line not in DDP and line not in SPARSE:
         optimizer.close()
     return {"steps": steps, "parameters": sum(p.numel() for p in model.parameters()), "curve": curve}
 
@@ -201,7 +214,7 @@ def last_points(rows, name, line, P):
 
 def against_dense(rows, name, line, P):
     """Return mean and standard error (NaN of one) of the difference to dense runs of the same seeds; times fewer."""
-    dense, own = last_points(rows, name, "dense", P), last_points(rows, name, line, P)
+    dense, own = last_points(rows, name, "dense" + ALONE * line.endswith(ALONE), P), last_points(rows, name, line, P)
     pairs = [(own[seed], dense[seed]) for seed in own if seed in dense]
     gaps = np.array([mine[2] - other[2] for mine, other in pairs])
     error = float(gaps.std(ddof=1) / len(gaps) ** 0.5) if len(gaps) > 1 else float("nan")
@@ -229,19 +242,19 @@ def table(rows, name):
     return markdown(shown)
 
 
-ASIDE = [line for line in LINES if "2 %" in line] + ["allgather 1 %, 4 bits", "densestream 1 %"]
+ASIDE = [TWICE, BEFORE, "densestream 1 %", *PAPERS]
 
 
-def side_by_side(rows, nets, P=4):
+def side_by_side(rows, nets, lines, P=4):
     """Return a table of several nets: the quality of dense, the differences to it, and how many times fewer bytes."""
     shown = []
-    for line in (line for line in LINES if line not in ASIDE):
+    for line in lines:
         row = {}
         for name in nets:
             last = [quality for *_, quality in last_points(rows, name, line, P).values()]
             gap, error, fewer = against_dense(rows, name, line, P) if last else (None,) * 3
-            if last and line == "dense":
-                row[name] = plus_minus(np.mean(last), np.std(last, ddof=1))
+            if last and line.startswith("dense") and gap == 0:
+                row[name] = plus_minus(np.mean(last), np.std(last, ddof=1) if len(last) > 1 else float("nan"))
             elif last:
                 row[name] = f"{plus_minus(gap, error, '+')}, {cell(fewer)}x"
         if row:
@@ -278,7 +291,9 @@ def tables():
     """Return the tables of docs/convergence*.md by name: the default, nets side by side, single nets, and seconds."""
     rows = load("convergence")["rows"]
     nets = ("vgg", "resnet", "lstm", "mlp")
-    made = {"defaults": defaults(rows, nets), "nets": side_by_side(rows, nets), "seconds": seconds_table()}
+    made = {"defaults": defaults(rows, nets), "seconds": seconds_table()}
+    made["nets"] = side_by_side(rows, nets, [line for line in LINES if line not in ASIDE])
+    made["papers"] = side_by_side(rows, ("resnet", "lstm"), PAPERS)
     made |= {name: table(rows, name) for name in ("resnet9", "text")}
     return {f"convergence.{name}": text for name, text in made.items()}
 
