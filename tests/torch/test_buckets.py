@@ -57,7 +57,7 @@ def test_few_values_wait_for_more_before_they_are_sent():
     assert sizes(2, 90, 1, 120, 30, 50, 60, **of_100) == [[2, 90, 1], [120], [30, 50], [60]]
     assert sizes(2, 99, 1, 120, 1, **of_100) == [[99], [120], [2, 1, 1]]
     assert sizes(4, 99, 5, 120, **of_100) == [[4], [99], [5], [120]]
-    assert sizes(1, 120, 2, 30, dense_below=3, **of_100) == [[120], [30], [1, 2]]
+    assert sizes(1, 120, 2, 30, small={"0", "2"}, **of_100) == [[120], [30], [1, 2]]
     assert sizes(2, 99, 120) == [[2, 99, 120]]
     assert sizes(2, 3, bucket_bytes=1) == [[2], [3]]
 

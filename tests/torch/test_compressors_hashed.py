@@ -1,5 +1,7 @@
 """RandomK and DRAGONN: indices that are not sent."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -9,11 +11,8 @@ from one_bucket import normal, one, step  # noqa: E402
 
 from sparsecoll import Network, simulate  # noqa: E402
 from sparsecoll.formats import SlotsFormat  # noqa: E402
-from sparsecoll.torch.compressors import (  # noqa: E402
-    DRAGONN,
-    RandomKCompressor,
-    StepContext,
-)
+from sparsecoll.torch import DistributedOptimizer  # noqa: E402
+from sparsecoll.torch.compressors import DRAGONN, RandomKCompressor, StepContext  # noqa: E402
 from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
@@ -52,6 +51,31 @@ def test_dragonn_compresses_by_equation_1():
             assert own.compressed is expected
             kept = np.count_nonzero(results[0])
             assert kept <= 3 * 400 if expected else kept == gradients[0].size
+
+
+def test_dragonn_selects_tensors_by_parameter():
+    """In a bucket's bytes are one large parameter, which is compressed, and twenty for which that does not pay off."""
+    sizes = [2000] * 10 + [400_000] + [2000] * 10
+    gradients = normal(3, sum(sizes))
+
+    def program(comm, **options):
+        params = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+        named = [(str(i), p) for i, p in enumerate(params)]
+        compressor = DRAGONN(0.001, network=Network(1e-9, 1e-8), **options)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, 1.0), named, comm, compressor)
+        for p, own in zip(params, torch.from_numpy(gradients[comm.rank]).split(sizes), strict=True):
+            p.grad = own.clone()
+        optimizer.step()
+        optimizer.close()
+        return [p.detach().numpy() for p in params]
+
+    mean = np.split(sum(gradients) / 3, np.cumsum(sizes)[:-1])
+    for steps in simulate(3, program).results:
+        assert np.count_nonzero(steps[10]) <= 3 * 400
+        for step_, expected in zip(steps[:10] + steps[11:], mean[:10] + mean[11:], strict=True):
+            np.testing.assert_allclose(-step_, expected, atol=1e-6)
+    for steps in simulate(3, partial(program, selective=False)).results:
+        assert all(np.count_nonzero(step_) <= 3 * n // 100 for step_, n in zip(steps, sizes, strict=True))
 
 
 def test_dragonn_adds_messages_slot_by_slot_and_compares_nothing(monkeypatch):

@@ -83,6 +83,10 @@ class Compressor(ABC):
         """Return the compressor, or its name, for parameters that are too small to be compressed: the exact mean."""
         return "none" if self.communicates else self
 
+    def sends_whole(self, parameter: torch.Tensor, transport: Transport) -> bool:
+        """Return whether a parameter counts as too small to be compressed, the same on all ranks (default: False)."""
+        return False
+
     def for_rows(self) -> dict[str, Any]:
         """Return the options of `RowSum`, the compressor of gradients that are rows: the exact sum by default."""
         return {"finite": not self.passes_nonfinite, "local": not self.communicates}

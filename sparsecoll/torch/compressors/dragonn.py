@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from sparsecoll import formats, select
 from sparsecoll.algorithms import Algorithm, Reduction
@@ -14,9 +15,9 @@ from sparsecoll.formats import Format, SlotsFormat
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import DENSE, StepContext, write_mean
-from sparsecoll.torch.compressors.schedule import ENTRIES
+from sparsecoll.torch.compressors.schedule import ENTRIES, as_schedule
 from sparsecoll.torch.compressors.topk import TopKCompressor
-from sparsecoll.torch.tensors.layout import Array, Layout
+from sparsecoll.torch.tensors.layout import Array, Layout, residual_dtype
 from sparsecoll.transport import Transport
 from sparsecoll.transport.network import Network
 from sparsecoll.vector import DenseVector, SparseVector
@@ -33,8 +34,10 @@ class DRAGONN(TopKCompressor):
     3. Sparse decoding (Algorithm 2, section 4.3): all messages are added to one dense gradient, slot by slot, in rank
        order, without sorting and without intermediate vectors.
 
-    Efficiency-aware tensor selection (equation (1)): in a step, a bucket of d values is compressed only if
-    T_comp(d) < T_full(d) - T_spr(d), with the number of entries of that step:
+    Efficiency-aware tensor selection (equation (1)): a parameter of d values is compressed only if
+    T_comp(d) < T_full(d) - T_spr(d) at the density of late steps; the others are sent whole, in buckets of their own.
+    In a step, a bucket of d values is compressed only if the same holds for it, with the number of entries of that
+    step. DDP's hook and FSDP, which get buckets from torch, decide by bucket alone:
 
         T_full(d) = 2(P-1)(alpha + beta d A / P),  T_spr(d) = (P-1)(alpha + beta gamma d A)
 
@@ -56,7 +59,7 @@ class DRAGONN(TopKCompressor):
         clip: as in `TopKCompressor`.
         clip_by: as in `TopKCompressor`.
         row_density: as in `TopKCompressor`.
-        selective: whether only buckets for which it pays off are compressed (default: True), or all.
+        selective: whether only parameters and buckets for which it pays off are compressed (default: True), or all.
         seed: seed of the hash functions (default: 0).
         network: alpha and beta of equation (1); None, the default, for those that `sparsecoll.Auto` assumes.
 
@@ -77,16 +80,23 @@ class DRAGONN(TopKCompressor):
         super().bind(layout, transport, context, timeout)
         self._network, self.compressed = self.network or transport.network, False
 
-    @property
-    def _pays(self) -> bool:
-        """Whether equation (1) holds for the entries of this step; the same on every rank."""
-        network, P, n, itemsize = self._network, self.size, self.layout.length, self.layout.dtype.itemsize
+    def _pays(self, n: int, k: int, itemsize: int, P: int, network: Network) -> bool:
+        """Whether equation (1) holds for k of n values; the same on every rank."""
         full = 2 * (P - 1) * (network.alpha + network.beta * n * itemsize / P)
-        sparse = (P - 1) * (network.alpha + network.beta * self._k * (INDEX_BYTES + itemsize))
-        return VALUE * n + (1 + P) * (CALL + UNION * self._k) < full - sparse
+        sparse = (P - 1) * (network.alpha + network.beta * k * (INDEX_BYTES + itemsize))
+        return VALUE * n + (1 + P) * (CALL + UNION * k) < full - sparse
+
+    def sends_whole(self, parameter: torch.Tensor, transport: Transport) -> bool:
+        n, itemsize = parameter.numel(), residual_dtype(parameter.dtype).itemsize
+        end = as_schedule(self.density).settles_at()
+        if not self.selective or end is None:
+            return False
+        return not self._pays(n, round(end * n), itemsize, transport.size, self.network or transport.network)
 
     def _selected(self, acc: Vector) -> Vector:
-        self.compressed = self.layout.length > 0 and (not self.selective or self._pays)
+        n, itemsize = self.layout.length, self.layout.dtype.itemsize
+        pays = not self.selective or self._pays(n, self._k, itemsize, self.size, self._network)
+        self.compressed = pays and n > 0
         if not self.compressed:
             return self._whole()
         chosen = super()._selected(acc)

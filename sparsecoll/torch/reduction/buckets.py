@@ -115,8 +115,10 @@ class Buckets:
     def lay_out(self, bucket_bytes: int | None = None, dense_below: int = 0) -> None:
         """Create the buckets again for the parameters in `order`; state of parameters is kept. Collective."""
         self.release()
-        for layout in cut(self._replica.params, self.order, bucket_bytes, dense_below, self._rows):
-            self.bind(self._replica.params, layout)
+        params, own, transport = self._replica.params, self._compressor, self._replica.transport
+        small = {n for n in self.order if params[n].numel() < dense_below or own.sends_whole(params[n], transport)}
+        for layout in cut(params, self.order, bucket_bytes, small - self._rows, self._rows):
+            self.bind(params, layout)
 
     def bind(self, params: Mapping[str, torch.Tensor], layout: Layout) -> tuple[Bucket, Compressor]:
         """Add a bucket with a compressor of its own. Collective."""

@@ -260,7 +260,7 @@ def cut(
     params: dict[str, torch.Tensor],
     order: Sequence[str],
     bucket_bytes: int | None = None,
-    dense_below: int = 0,
+    small: Container[str] = (),
     rows: Container[str] = (),
 ) -> list[Layout]:
     """Lay parameters out in buckets, each of one dtype on one device; buckets are in the order in which they fill.
@@ -273,10 +273,10 @@ def cut(
         params: by name.
         order: names of the parameters that are to be laid out, in this order.
         bucket_bytes: most bytes of gradient in a bucket of several parameters; None: no limit.
-        dense_below: parameters of fewer values come last, in buckets of their own (`Layout.small`).
+        small: parameters that come last, in buckets of their own (`Layout.small`).
         rows: parameters whose gradients are rows; each is in a bucket of its own.
     """
-    last = {name: (params[name].numel() < dense_below and name not in rows, i) for i, name in enumerate(order)}
+    last = {name: (name in small, i) for i, name in enumerate(order)}
     groups: list[list[str]] = []
     open_: dict[tuple[bool, Any, CpuDevice], list[str]] = {}
     sizes: dict[tuple[bool, Any, CpuDevice], int] = {}
