@@ -22,7 +22,7 @@ SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_checkpoints fsdp_residuals
 EIGHT := "same_bits and float32 and (oktopk or auto or sparcml or densestream)"  # 8 processes on two cores are slow
 SOCKETS := $(COLLECTIVES) $(TRAINING) tests/mpi/test_docs_mpi.py tests/gpu/test_gpu_mpi.py
 
-.PHONY: demo check check-torch test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu environments clean
+.PHONY: demo check check-torch test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench papers docs serve gpu environments clean
 
 demo: $(MPICH)/demo.done  # SEEDS=3 make demo: means of three runs
 	$(LIMIT) 3000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py --seeds $(SEEDS)
@@ -101,6 +101,9 @@ gpu:  # on a machine with a GPU: kernels, vectors, training and MPI on it, then 
 bench: $(MPICH)/demo.done  # rows, tables and figures of README and docs/benchmarks.md, as root
 	$(MPICH)/bin/python perf/volume.py --json perf/results/volume.json
 	$(MPICH)/bin/python perf/benchmarks.py
+
+papers: $(MPICH)/test.done  # each table and figure of the five papers, if it has no rows: hours; PAPER=oktopk FIGURE=7
+	$(MPICH)/bin/python perf/papers.py --paper "$(PAPER)" --figure "$(FIGURE)"
 
 $(CHECK)/bin/python $(MPICH)/bin/python $(OPENMPI)/bin/python:
 	$(PYTHON) -m venv $(@D)/..

@@ -25,24 +25,26 @@ from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.channel import Channel
 
 SEARCH = ("agree", "repartition", "threshold", "overlap", "nodes", "pattern")  # phases that move counts or bits
-ALGORITHMS = {  # name: (algorithm, formula, its words)
-    "dense": ("dense", "2n(P-1)/P", lambda n, k, P: formulas.dense_words(n, P)),
-    "allgather": ("allgather", "2k(P-1)", lambda n, k, P: formulas.allgather_words(k, P)),
+ALGORITHMS = {  # name: (algorithm, its words of (n, k, P))
+    "dense": ("dense", lambda n, k, P: formulas.dense_words(n, P)),
+    "allgather": ("allgather", lambda n, k, P: formulas.allgather_words(k, P)),
     "sparcml, recursive_double": (
         "sparcml:variant=recursive_double",
-        "2k log P to 2k(P-1)",
         lambda n, k, P: (2 * k * estimates.rounds(P), 2 * k * (P - 1)),
     ),
-    "sparcml, dynamic": ("sparcml:variant=dynamic", "4k(P-1)/P to (2k+n)(P-1)/P", formulas.sparcml_words),
-    "densestream": (
-        "densestream:repartition=average",
-        "4k(P-1)/P to 2k((log2(P)/2+1)P-1)",
-        lambda n, k, P: formulas.densestream_words(k, P),
-    ),
-    "gtopk": ("gtopk", "2k log P, and as many sent", lambda n, k, P: formulas.gtopk_words(k, P) / 2),
-    "spardl": ("spardl", "4k(P-1)/P", lambda n, k, P: formulas.spardl_words(k, P)),
-    "cltk": ("cltk", "at most k + 2k(P-1)/P", lambda n, k, P: formulas.cltk_words(k, P)),
-    "oktopk": ("oktopk", "2k(P-1)/P to 6k(P-1)/P", lambda n, k, P: formulas.oktopk_words(k, P)),
+    "sparcml, dynamic": ("sparcml:variant=dynamic", formulas.sparcml_words),
+    "densestream": ("densestream:repartition=average", lambda n, k, P: formulas.densestream_words(k, P)),
+    "gtopk": ("gtopk", lambda n, k, P: formulas.gtopk_words(k, P) / 2),
+    "spardl": ("spardl", lambda n, k, P: formulas.spardl_words(k, P)),
+    "cltk": ("cltk", lambda n, k, P: formulas.cltk_words(k, P)),
+}
+ALGORITHMS |= {  # the last two: what repartition and balancing are for (Ok-Topk, Figure 7)
+    name: (algo, lambda n, k, P: formulas.oktopk_words(k, P))
+    for name, algo in {
+        "oktopk": "oktopk",
+        "oktopk, even regions": "oktopk:repartition=even",
+        "oktopk, not balanced": "oktopk:balance_factor=1e9",
+    }.items()
 }
 MODELS = {"BERT": (133_547_324, 0.01), "VGG-16": (14_728_266, 0.02), "LSTM": (27_569_568, 0.02)}  # Ok-Topk, Table 2
 NETWORKS = {"1 Gb/s": Network(50e-6, 8e-9), "10 Gb/s": Network(20e-6, 8e-10), "100 Gb/s": Network(2e-6, 8e-11)}
@@ -58,6 +60,7 @@ KINDS = {  # of --scaling: (algorithm, format, value dtype); those with COO are 
     "top k of sum": ("auto:want=top_k_of_sum", "auto", None),
     "top k of sum, float16": ("auto:want=top_k_of_sum", "auto", "float16"),
 }
+SUPPORTS = ("random", "identical", "skewed", "peaked")  # peaked: random, and the largest values are in n / 16 places
 LEAST = 300  # entries of a message
 MOST_IN_CHUNKS = 64  # with more ranks, messages are not divided into chunks, of which there would be millions
 
@@ -70,7 +73,9 @@ def vector(support, rank, n, k):
     else:
         rng = np.random.default_rng(5) if support == "identical" else rng
         indices = np.sort(rng.choice(n, k, replace=False))
-    return SparseVector(indices, np.random.default_rng([rank, 2]).standard_normal(indices.size).astype(np.float32), n)
+    values = np.random.default_rng([rank, 2]).standard_normal(indices.size).astype(np.float32)
+    values[(support == "peaked") & (indices < n // 16)] *= 1000
+    return SparseVector(indices, values, n)
 
 
 def table1(options):
@@ -83,15 +88,16 @@ def table1(options):
         search = sum(traffic.phases[phase].words_received for phase in SEARCH if phase in traffic.phases)
         return traffic.total.words_received - search, search, traffic.total.messages_sent
 
-    for name, (algo, form, words) in ALGORITHMS.items():
-        for P in options.ranks:
-            expected = " to ".join(f"{value:,.0f}" for value in np.atleast_1d(words(n, k, P)))
-            row = {"algorithm": name, "formula": form, "P": P, "formula's words": expected}
-            for support in ("random",) if name == "dense" else ("random", "identical", "skewed"):
-                results = sparsecoll.simulate(P, partial(program, support=support, algo=algo)).results
-                moved, search, messages = np.max(results, axis=0).tolist()
-                row |= {support: f"{moved:,.0f} + {search:,.0f}", "messages": int(messages)}
-            yield row
+    for name, P in product(options.algorithms, options.ranks):
+        algo, words = ALGORITHMS[name]
+        expected = " to ".join(f"{value:,.0f}" for value in np.atleast_1d(words(n, k, P)))
+        row = {"algorithm": name, "P": P, "formula's words": expected}
+        for support in ("random",) if name == "dense" else SUPPORTS[: 3 + ("oktopk" in name)]:
+            done = sparsecoll.simulate(P, partial(program, support=support, algo=algo), NETWORKS["1 Gb/s"])
+            moved, search, messages = np.max(done.results, axis=0).tolist()
+            row |= {support: f"{moved:,.0f} + {search:,.0f}", f"{support}, ms": 1e3 * done.seconds}
+            row["messages"] = int(messages)
+        yield row
 
 
 def scale_of(kind, n, k, P):
@@ -153,15 +159,16 @@ def scaling_tables():
 
 def tables():
     """Return the table of docs/volume.md, and those of docs/benchmarks.md about many ranks, by name."""
-    counted = [row for row in load("volume")["rows"] if row["P"] == 64]
-    counted = harness.columns(counted, lambda head: head not in ("formula", "P", "messages"))
+    counted = [row for row in load("volume")["rows"] if row["P"] == 64 and "oktopk, " not in row["algorithm"]]
+    counted = harness.columns(counted, lambda head: head not in ("P", "messages", "peaked") and ", ms" not in head)
     scaled = f"{source('scaling')}\n\n" + "\n\n".join(scaling_tables())
     return {"volume.table1": f"{markdown(counted)}\n\n{source('volume')}", "volume.scaling": scaled}
 
 
 def main():
     """Count or model, print and save."""
-    options = harness.options(__doc__, n=10**6, density=0.005, ranks=[4, 16, 64, 256], scaling=False, models=[*MODELS])
+    some = {"algorithms": [*ALGORITHMS], "models": [*MODELS], "ranks": [4, 16, 64, 256]}
+    options = harness.options(__doc__, n=10**6, density=0.005, scaling=False, **some)
     if options.scaling:
         harness.record(scaling(options), options, key=("model", "P", "network", "algo"))
     else:
