@@ -9,7 +9,6 @@ Times include the selection, except those of gloo's sparse sum, which is given i
 import math
 
 import harness
-import numpy as np
 from harness import load, markdown, source
 
 from sparsecoll import DenseVector, LowBit
@@ -32,9 +31,6 @@ OURS = {  # name: (algorithm, value dtype)
     "top k of sum, float16": ("auto:want=top_k_of_sum,selector=reuse", "float16"),
 }
 LOW_BIT = {f"dense, {bits} bits": LowBit(bits=bits) for bits in (8, 4, 2)}
-LOW_BIT["dense, 2 bits, nearest"] = LowBit(bits=2, rounding="nearest")
-LOW_BIT["dense, 1 bit, nearest"] = LowBit(bits=1, rounding="nearest")
-LOW_BIT["dense, E3M0"] = LowBit(bits=4, levels="float")
 SETS = ("avx512", "avx2")  # of kernels, whose rows are in files of their own
 DENSITIES = (0.01, 0.05, 0.1)
 
@@ -50,12 +46,7 @@ def gloo_dense(vector):
 
 def gloo_sparse(entries):
     """Sum a sparse_coo tensor of the entries by gloo."""
-    import torch
-
-    index, values = torch.from_numpy(entries.indices.astype(np.int64))[None], torch.from_numpy(entries.values.copy())
-    tensor = torch.sparse_coo_tensor(index, values, (entries.length,), is_coalesced=True, check_invariants=False)
-    torch.distributed.all_reduce(tensor)
-    return (*UNCOUNTED, int(tensor._nnz()))
+    return (*UNCOUNTED, harness.gloo_sparse(entries.indices, entries.values, (entries.length,)))
 
 
 def contestants(options, comm, vectors):
@@ -104,10 +95,7 @@ def table2():
     return markdown([line(name, name, some, True) for name in dict.fromkeys(row["name"] for row in some)])
 
 
-UNSHOWN = (  # in the figure only
-    *("gloo, dense", "DSA, DenseStream", "exact sum, float16"),
-    *("dense, 2 bits, nearest", "dense, 1 bit, nearest", "dense, E3M0"),
-)
+UNSHOWN = ("gloo, dense", "DSA, DenseStream", "exact sum, float16")  # in the figure only
 SHOWN = {  # in the README: name of a row
     "`MPI_Allreduce`, dense (MPICH)": MPI_ALLREDUCE,
     "**sparsecoll, exact sum** of all top k": "exact sum",

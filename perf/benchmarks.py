@@ -25,10 +25,8 @@ from sparsecoll.cli import plot
 
 RANKS = {"memory": (2, 4, 8), "10gbit": (4,), "1gbit": (4,)}  # of the break-even map
 RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the tables of docs/benchmarks.md and docs/choosing.md
-DRAWN = (  # lines of time against density
-    *("MPI_Allreduce", "dense, 4 bits", "gloo, sparse", "TopkA", "Ok-Topk"),
-    *("exact sum", "top k of sum", "top k of sum, float16"),
-)
+DRAWN = ("MPI_Allreduce", "dense, 4 bits", "gloo, sparse", "TopkA", "Ok-Topk", "exact sum", "top k of sum")
+DRAWN += ("top k of sum, float16",)  # lines of time against density
 ALGORITHMS = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
 
 
@@ -51,8 +49,8 @@ def measure():
         run(f"env SPARSECOLL_KERNELS={kernel_set} {table2} --n 24e6", f"allreduce_{kernel_set}")
     for rate in RANKS:
         for ranks in RANKS[rate]:
-            update = " --update" * (ranks != RANKS[rate][0])
-            run(f"{sys.executable} perf/breakeven.py{update}", f"breakeven_{rate}", ranks, rate)
+            updates = " --update" * (ranks != RANKS[rate][0])
+            run(f"{sys.executable} perf/breakeven.py{updates}", f"breakeven_{rate}", ranks, rate)
     found = []
     for algorithm in ALGORITHMS:  # each in a run of its own, for its peak memory
         bench_of = f"{sys.executable} -m sparsecoll bench --algo {algorithm} --n 24e6 --density 0.01 --repeat 3"

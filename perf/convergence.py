@@ -32,11 +32,8 @@ from sparsecoll.transport import default_comm
 MOMENTUM, DENSITY, MARGIN = 0.9, 0.01, 0.2
 KEY = ("task", "line", "P", "seed")  # of a row
 BEST, TWICE = "allgather 1 %, 4 bits, Nesterov", "allgather 2 %, 4 bits, Nesterov"
-BEFORE = "allgather 1 %, 4 bits"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
-SHORTER = dict.fromkeys((BEST, TWICE, BEFORE), 0.7)
-SHORTER["oktopk 1 %, momentum 0.5"] = 0.5
-ALONE = ", no momentum"
+SHORTER, ALONE = {BEST: 0.7, TWICE: 0.7, "oktopk 1 %, momentum 0.5": 0.5}, ", no momentum"
 SHORTER |= {f"{name}{ALONE}": 0.0 for name in ("dense", "SparseSGD, oktopk 1 %", "SparseSGD, oktopk 2 %")}
 
 
@@ -52,12 +49,10 @@ def corrected(name, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=Fa
     return made
 
 
-FOUR_BITS = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
 NESTEROV = {"momentum": 0.7, "warm_up": 0.02, "nesterov": True}
 CORRECTED = {  # (task, number of steps) -> compressor
     BEST: corrected("nesterovtopk", **NESTEROV),
     TWICE: corrected("nesterovtopk", **NESTEROV, density=2 * DENSITY),
-    BEFORE: corrected("topk", **FOUR_BITS),
     "oktopk 1 %, momentum 0.5": corrected("oktopk", momentum=0.5),
     "oktopk 1 %": corrected("oktopk"),
     "allgather 1 %": corrected("topk", algo="allgather"),
@@ -71,33 +66,27 @@ PAPERS = {  # more of the papers' baselines
     "sparcml 1 %": corrected("topk", algo="sparcml"),
     "densestream 5 %": corrected("densestream", density=0.05),
 }
-DROP_IN, ONE_BIT = "SparseSGD", "OneBitAdam"  # with the options of torch.optim.SGD and AdamW
-SPARSE = {DROP_IN: {}}  # options of SparseSGD; Algorithm 2 of Ok-Topk has no momentum
-SPARSE |= {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)}
-LOCAL = {"10 local steps, 10 %, 4 bits": {"every": 10, "outer_lr": 2.0}, "4 local steps, 4 bits": {"every": 4}}
+DROP_IN, ONE_BIT, LOCAL = "SparseSGD", "OneBitAdam", "10 local steps, 10 %, 4 bits"
+SPARSE = {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)} | {DROP_IN: {}}
 OTHERS = {
     "dense": lambda *_: "none",
     DROP_IN: lambda *_: None,
     "oktopk 1 %, momentum outside": lambda *_: "oktopk",
     "powersgd rank 4": lambda *_: PowerSGD(4),
     "acpsgd rank 4": lambda *_: ACPSGD(4),
-    **{f"covap I = {interval}": lambda *_, interval=interval: COVAP(interval) for interval in (4, 9)},
+    "covap I = 4": lambda *_: COVAP(4),
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
-    "10 local steps, 10 %, 4 bits": lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
-    "4 local steps, 4 bits": lambda *_: QSGD(4, feedback=True),
+    LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
     ONE_BIT: lambda *_: None,
 }
-OUTSIDE = {  # with momentum outside, or without
-    f"dense{ALONE}": lambda *_: "none",
-    **{line: lambda *_: None for line in SPARSE if line != DROP_IN},
+CORRECTED |= PAPERS
+PAPERS |= {line: lambda *_: "none" for line in (f"dense{ALONE}", *SPARSE) if line != DROP_IN} | {
     "acpsgd rank 4, no feedback": lambda *_: ACPSGD(4, feedback=False),
     "acpsgd rank 4, no reuse": lambda *_: ACPSGD(4, reuse=False),
     "randomk 1 %": lambda *_: "randomk",
     "efsignsgd": lambda *_: "efsignsgd",
 }
-CORRECTED |= PAPERS
-PAPERS |= OUTSIDE
-LINES = {"dense": OTHERS["dense"], DROP_IN: OTHERS[DROP_IN], **CORRECTED, **OTHERS, **OUTSIDE}
+LINES = {"dense": OTHERS["dense"], DROP_IN: OTHERS[DROP_IN], **CORRECTED, **OTHERS, **PAPERS}
 DDP = {  # lines of `wide`: functions that register a hook
     "DDP, gloo": lambda model: None,
     "DDP, fp16 hook": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
@@ -107,7 +96,7 @@ DDP = {  # lines of `wide`: functions that register a hook
 
 def made_for(task, line):
     """Whether a line differs from others with the optimizer of a task."""
-    return line not in (*SHORTER, DROP_IN) and "Nesterov" not in line if task.adam else line not in (*LOCAL, ONE_BIT)
+    return line not in (*SHORTER, DROP_IN) and "Nesterov" not in line if task.adam else line not in (LOCAL, ONE_BIT)
 
 
 def optimizers(task, line, model, comm, steps):
@@ -130,8 +119,8 @@ def optimizers(task, line, model, comm, steps):
     compressor = LINES[line](task, steps)
     common = {"bucket_bytes": 1 << 18 if line.startswith("covap") else 25 << 20}  # it filters buckets
     common["dense_below"] = 0 if ", 4 bits" in line else 1024
-    if line in LOCAL:
-        return inner, LocalOptimizer(inner, model, comm, compressor, **common, **LOCAL[line])
+    if line == LOCAL:
+        return inner, LocalOptimizer(inner, model, comm, compressor, **common, every=10, outer_lr=2.0)
     overlap = task.clip is None
     return inner, DistributedOptimizer(inner, model.named_parameters(), comm, compressor, overlap=overlap, **common)
 
@@ -200,65 +189,50 @@ def rows(options):
         yield from pool.imap(partial(run, validate=options.validate), [key for key in keys if key not in have])
 
 
-def wide_rows(options, comm):
-    """Yield the rows of the task `wide`, over MPI."""
-    harness.start_gloo(comm, options.interface)
-    for line in (*DDP, BEST):
-        yield {"line": line, "P": comm.size, **train(comm, "wide", line, 0, points=35)}
+def results(rows, name, line, P):
+    """Return quality, difference to dense runs of the same seeds, MB, and times fewer; None without rows."""
+    base = "dense" + ALONE * line.endswith(ALONE)
+    dense, own = (
+        {row["seed"]: row["curve"][-1] for row in rows if (row["task"], row["line"], row["P"]) == (name, one, P)}
+        for one in (base, line)
+    )
+    pairs = np.array([(own[seed], dense[seed]) for seed in own if seed in dense])
+    if not len(pairs):
+        return None
+    last, gaps = np.array(list(own.values())), pairs[:, 0, 2] - pairs[:, 1, 2]
+    gap = "" if line == base else plus_minus(gaps, "+", len(gaps) ** 0.5)
+    return plus_minus(last[:, 2]), gap, last[:, 1].mean(), (pairs[:, 1, 1] / pairs[:, 0, 1]).mean()
 
 
-def last_points(rows, name, line, P):
-    """Return (step, MB, quality) at the end by seed."""
-    return {row["seed"]: row["curve"][-1] for row in rows if (row["task"], row["line"], row["P"]) == (name, line, P)}
-
-
-def against_dense(rows, name, line, P):
-    """Return mean and standard error (NaN of one) of the difference to dense runs of the same seeds; times fewer."""
-    dense, own = last_points(rows, name, "dense" + ALONE * line.endswith(ALONE), P), last_points(rows, name, line, P)
-    pairs = [(own[seed], dense[seed]) for seed in own if seed in dense]
-    gaps = np.array([mine[2] - other[2] for mine, other in pairs])
-    error = float(gaps.std(ddof=1) / len(gaps) ** 0.5) if len(gaps) > 1 else float("nan")
-    return float(gaps.mean()), error, float(np.mean([other[1] / mine[1] for mine, other in pairs]))
-
-
-def plus_minus(mean, error, sign=""):
-    """Return both with two digits after the point, the error only if it is known."""
-    return f"{mean:{sign}.2f}" + (f" +- {error:.2f}" if error == error else "")
+def plus_minus(values, sign="", divisor=1.0):
+    """Return the mean and, of several values, the standard deviation, divided; two digits after the point."""
+    return f"{np.mean(values):{sign}.2f}" + (f" +- {np.std(values, ddof=1) / divisor:.2f}" if len(values) > 1 else "")
 
 
 UNSHOWN = ("allgather 1 %", "dgc 1 %")  # in text: as oktopk, to within 0.06
+ASIDE = [TWICE, "densestream 1 %", *PAPERS]
 
 
-def table(rows, name):
+def table(rows, name, P=4):
     """Return the table of a net over the seeds: final quality, difference to dense, bytes."""
     shown = []
-    for P, line in [(P, line) for P in (4, 8) for line in LINES if line not in UNSHOWN]:
-        last = np.array(list(last_points(rows, name, line, P).values()))
-        if len(last):
-            gap, error, fewer = against_dense(rows, name, line, P)
-            row = {"": line, f"quality, {TASKS[name].unit}": f"{last[:, 2].mean():.2f}"}
-            row["against dense"] = plus_minus(gap, error, "+") if line != "dense" else None
-            shown.append(row | {"MB received": last[:, 1].mean(), "times fewer": fewer})
+    for line in (line for line in LINES if line not in UNSHOWN):
+        if found := results(rows, name, line, P):
+            quality, gap, received, fewer = found
+            row = {"": line, f"quality, {TASKS[name].unit}": quality.split(" +-")[0], "against dense": gap}
+            shown.append(row | {"MB received": received, "times fewer": fewer})
     return markdown(shown)
-
-
-ASIDE = [TWICE, BEFORE, "densestream 1 %", *PAPERS]
 
 
 def side_by_side(rows, nets, lines, P=4):
     """Return a table of several nets: the quality of dense, the differences to it, and how many times fewer bytes."""
     shown = []
     for line in lines:
-        row = {}
-        for name in nets:
-            last = [quality for *_, quality in last_points(rows, name, line, P).values()]
-            gap, error, fewer = against_dense(rows, name, line, P) if last else (None,) * 3
-            if last and line.startswith("dense") and gap == 0:
-                row[name] = plus_minus(np.mean(last), np.std(last, ddof=1) if len(last) > 1 else float("nan"))
-            elif last:
-                row[name] = f"{plus_minus(gap, error, '+')}, {cell(fewer)}x"
-        if row:
-            shown.append({"": line} | row)
+        found = {name: one for name in nets if (one := results(rows, name, line, P))}
+        if found:
+            shown.append(
+                {"": line} | {n: f"{one[1]}, {cell(one[3])}x" if one[1] else one[0] for n, one in found.items()}
+            )
     return markdown(shown)
 
 
@@ -266,11 +240,10 @@ def defaults(rows, nets):
     """Return the table of the default with SGD: by net, for 4 and 8 ranks."""
     shown = []
     for name in nets:
-        dense = [quality for *_, quality in last_points(rows, name, "dense", 4).values()]
-        row = {"": name, "dense": plus_minus(np.mean(dense), np.std(dense, ddof=1))}
-        for P in (P for P in (4, 8) if last_points(rows, name, DROP_IN, P)):
-            gap, error, fewer = against_dense(rows, name, DROP_IN, P)
-            row |= {f"P = {P}": plus_minus(gap, error, "+"), f"times fewer, P = {P}": fewer}
+        row = {"": name, "dense": results(rows, name, "dense", 4)[0]}
+        for P in (4, 8):
+            _, gap, _, fewer = results(rows, name, DROP_IN, P)
+            row |= {f"P = {P}": gap, f"times fewer, P = {P}": fewer}
         shown.append(row)
     return markdown(shown)
 
@@ -318,8 +291,10 @@ def main():
     virtual = {"ranks": [4, 8], "seeds": [0, 1, 2], "jobs": 1}  # jobs: runs at a time
     options = harness.options(__doc__, tasks=tasks, lines=list(LINES), **virtual, validate=False, interface="")
     if options.tasks == ["wide"]:
-        comm = default_comm()
-        harness.record(wide_rows(options, comm), options, comm.rank, hide=("curve",))
+        comm = default_comm()  # over MPI
+        harness.start_gloo(comm, options.interface)
+        wide = ({"line": line, "P": comm.size, **train(comm, "wide", line, 0, points=35)} for line in (*DDP, BEST))
+        harness.record(wide, options, comm.rank, hide=("curve",))
     else:
         harness.record(rows(options), options, key=KEY, hide=("curve",))
 

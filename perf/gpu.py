@@ -21,18 +21,15 @@ def milliseconds(call, repeat, before=None):
     """Return the median time on the current stream, without the first call and without `before`."""
     import cupy
 
-    times = []
-    for number in range(repeat + 1):
-        if before is not None:
-            before()
+    def timed():
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
         start.record()
         call()
         stop.record()
         stop.synchronize()
-        if number:
-            times.append(cupy.cuda.get_elapsed_time(start, stop))
-    return float(np.median(times))
+        return cupy.cuda.get_elapsed_time(start, stop)
+
+    return float(np.median([(before and before(), timed())[1] for _ in range(repeat + 1)][1:]))
 
 
 def gradient(options):

@@ -117,6 +117,22 @@ def start_gloo(comm, interface):
     torch.distributed.init_process_group("gloo", f"file://{where}/store", rank=comm.rank, world_size=comm.size)
 
 
+def gloo_sparse(index, values, shape):
+    """Sum a sparse_coo tensor by gloo; return its number of entries."""
+    import torch
+
+    index, values = torch.from_numpy(index.astype(np.int64))[None], torch.from_numpy(values.copy())
+    tensor = torch.sparse_coo_tensor(index, values, shape, is_coalesced=True, check_invariants=False)
+    torch.distributed.all_reduce(tensor)
+    return int(tensor._nnz())
+
+
+def link_bytes(interface):
+    """Return the bytes that this host has sent and received at an interface, headers included; 0 without one."""
+    files = [Path("/sys/class/net", interface, "statistics", f"{way}_bytes") for way in ("tx", "rx")]
+    return np.array([int(file.read_text()) if interface else 0 for file in files])
+
+
 def power_hook(model, start):
     """Register DDP's own PowerSGD of rank 4, from a step on."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power

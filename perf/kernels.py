@@ -118,13 +118,10 @@ def packed(options):
             kernels.rice_encode(x.indices, kernels.rice_table(x.indices, block), block, out)
 
         decode = partial(kernels.rice_decode, table, out, block, int(x.indices[0]), k, n, x.indices.dtype)
-        whole = [partial(form.encode, x), partial(form.decode, form.encode(x), n)]
-        to, back, to_all, back_all = (k / took / 1e6 for took in medians([encode, decode, *whole], options.repeat))
+        to, back = (k / took / 1e6 for took in medians([encode, decode], options.repeat))
         bits = (form.size(x) - x.values.nbytes) * 8 / k
         least = (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2) / k
-        row = {"positions": "uniform positions", "density": density, "bits per index": bits}
-        row |= {"entropy of uniform": least, "ratio": bits / least}
-        row |= {"whole message: encode, M entries/s": to_all, "decode, M entries/s": back_all}
+        row = {"density": density, "bits per index": bits, "entropy of uniform": least}
         yield row, {"encode, M indices/s": to, "decode, M indices/s": back}
 
 
@@ -134,14 +131,10 @@ def quantized(options):
     kinds = ("linear", 8), ("linear", 4), ("linear", 2), ("float", 8), ("float", 4), ("mean", 2), ("mean", 1)
     for levels, bits in kinds:
         codes, seed = formats.Codes(bits, levels, 512), None if levels == "mean" else 1
-        message, error, out = np.empty(codes.size(0, x.size), np.uint8), x.copy(), x.copy()
-        calls = {
-            "quantize, GB/s": partial(codes.encode, x, 0, seed, message),
-            "and keep the error, GB/s": partial(codes.encode, error, 0, seed, message, True),
-            "decode, GB/s": partial(codes.decode, message, 0, out),
-            "decode and add, GB/s": partial(codes.decode, message, 0, out, True),
-        }
-        times = medians(calls.values(), options.repeat, partial(np.copyto, error, x))
+        message, out = np.empty(codes.size(0, x.size), np.uint8), x.copy()
+        calls = {"quantize, GB/s": partial(codes.encode, x, 0, seed, message)}
+        calls["decode, GB/s"] = partial(codes.decode, message, 0, out)
+        times = medians(calls.values(), options.repeat)
         speeds = {call: x.nbytes / 1e9 / took for call, took in zip(calls, times, strict=True)}
         yield {"bits": bits, "levels": levels}, speeds
 
@@ -198,6 +191,7 @@ def across_sets(section):
 
 
 MERGED = [(f"{few} of {entries} entries, 32 bits", 0.001) for few, entries in ((2, 10**6), (8, 250000), (64, 31250))]
+QUANTIZED = ((8, "linear"), (4, "linear"), (4, "float"), (1, "mean"))
 MERGED += [("64 of 31250 entries, 64 bits", 0.001), ("8 of 1000 entries, 64 bits", 1e-07)]
 
 
@@ -205,13 +199,9 @@ def tables():
     """Return the tables of docs/kernels.md by name: not all rows; n stands for the data, which are heavy-tailed."""
     found = {name: rows for name, rows in load("kernels").items() if name not in ("about", "edges")}
     found["merge"] = [row for row in found["merge"] if (row["vectors"], row["density"]) in MERGED]
-    some = ((8, "linear"), (4, "linear"), (4, "float"), (1, "mean"))
-    found["quantized"] = [row for row in found["quantized"] if (row["bits"], row["levels"]) in some]
-    found["quantized"] = columns(found["quantized"], lambda head: not head.startswith(("and ", "decode and")))
-    whole = ("density", "bits per index", "entropy of uniform", "encode, M i", "decode, M i")
+    found["quantized"] = [row for row in found["quantized"] if (row["bits"], row["levels"]) in QUANTIZED]
     found["packed"] = [row for row in found["packed"] if row["density"] in (0.001, 0.01, 0.1)]
-    found["packed"] = columns(found["packed"], lambda head: head.startswith(whole))
-    found["fused"] = columns(found["fused"], lambda head: not head.startswith(("MST", "random")))
+    found["fused"] = columns(found["fused"], lambda head: "random" not in head)
     for name in ("threshold", "topk", "fused"):
         rows = [row | {"data": row["data"].split("= ")[1]} for row in found[name] if row["density"] in (0.01, 0.1)]
         rows = [row for row in rows if row["data"] == "24 M" or (row["data"] == "0.24 M" and row["density"] == 0.01)]

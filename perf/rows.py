@@ -1,18 +1,16 @@
-"""Sums of embedding gradients: time and bytes of the busiest rank, beside gloo, DDP, dense sums and by hand.
+"""Sums of embedding gradients: time and bytes of the busiest rank, beside gloo, dense sums and by hand.
 
     python perf/testbed.py run -- python perf/rows.py --json perf/results/rows.json
 
 Every rank has a batch of ids, drawn by Zipf's law. All contestants get the distinct ids of the batch and a gradient for
-each, except that DDP runs the back-propagation of an embedding, and that "from the batch" also sums the repeated ids.
+each.
 """
 
 import itertools
 from functools import lru_cache, partial
-from pathlib import Path
 
 import harness
 import numpy as np
-import torch
 from harness import cell, load, markdown, source
 
 import sparsecoll
@@ -23,7 +21,7 @@ from sparsecoll.transport.all_ranks import allgather
 TABLES = {"5M x 64": (5_000_000, 64), "300k x 512": (300_000, 512)}
 BATCH = 4096
 ALGORITHMS = {"auto": "auto", "allgather": RowGather()}
-ALGORITHMS |= {f"owners, {owner}": RowOwners(owner) for owner in ("hash", "quantile", "range")}
+ALGORITHMS |= {f"owners, {owner}": RowOwners(owner) for owner in ("hash", "range")}
 
 
 @lru_cache(maxsize=2)
@@ -41,13 +39,6 @@ def batches(n, d, exponent, rank, count=3):
         ids = np.searchsorted(distribution(n, exponent), rng.random(BATCH))
         made.append((ids, rng.standard_normal((BATCH, d), dtype=np.float32)))
     return itertools.cycle(made).__next__
-
-
-def gloo_sparse(x):
-    """Sum a hybrid sparse_coo tensor by gloo."""
-    index, values = torch.from_numpy(x.rows)[None], torch.from_numpy(x.values.copy())
-    tensor = torch.sparse_coo_tensor(index, values, x.shape, is_coalesced=True, check_invariants=False)
-    torch.distributed.all_reduce(tensor)
 
 
 def by_hand(comm, n, d):
@@ -76,19 +67,6 @@ def by_hand(comm, n, d):
     return run
 
 
-def ddp(n, d):
-    """Return a function that runs a forward and a backward pass of an embedding with sparse gradients under DDP."""
-    table = torch.nn.Embedding(n, d, sparse=True, _weight=torch.zeros(n, d))
-    model = torch.nn.parallel.DistributedDataParallel(table, init_sync=False)
-
-    def run(batch):
-        ids, gradients = map(torch.from_numpy, batch)
-        table.weight.grad = None
-        model(ids).backward(gradients)
-
-    return run
-
-
 def contestants(comm, batch, n, d):
     """Return what is timed in turns, each with a function that returns its next input."""
 
@@ -102,9 +80,8 @@ def contestants(comm, batch, n, d):
     for name in ("auto", "allgather", "owners, hash"):
         runs[f"{name}, bfloat16"] = (ours(name, "bfloat16"), rows)
     runs["auto, bfloat16, a quarter of the rows"] = (lambda x: ours("auto", "bfloat16")(x.topk(x.nnz // 4)), rows)
-    runs["auto, from the batch"] = (lambda batch: ours()(RowSparse.from_pairs(*batch, n)), batch)
     runs["Alltoallv by hand, equal ranges"] = (by_hand(comm, n, d), rows)
-    return runs | {"gloo, sparse": (gloo_sparse, rows)}
+    return runs | {"gloo, sparse": (lambda x: harness.gloo_sparse(x.rows, x.values, x.shape), rows)}
 
 
 def dense(comm, x):
@@ -116,12 +93,10 @@ def dense(comm, x):
 
 def moved(comm, interface, run, given):
     """Return the bytes that the links of the busiest rank, and of all in the mean, carry in a call."""
-    files = [Path("/sys/class/net", interface, "statistics", f"{way}_bytes") for way in ("tx", "rx")]
-    before = np.array([int(file.read_text()) for file in files])
+    before = harness.link_bytes(interface)
     run(given)
     comm.Barrier()
-    sent_and_received = np.array([int(file.read_text()) for file in files]) - before
-    busiest = allgather(as_transport(comm), sent_and_received).max(axis=1)
+    busiest = allgather(as_transport(comm), harness.link_bytes(interface) - before).max(axis=1)
     return {"bytes": int(busiest.max()), "mean": float(busiest.mean())}
 
 
@@ -136,14 +111,9 @@ def measured(options, comm):
         seconds = harness.in_turns(as_transport(comm), list(runs.values()), options.repeat, 1)
         for (name, (run, make)), time in zip(runs.items(), seconds, strict=True):
             yield row | {"name": name, "seconds": time} | moved(comm, options.interface, run, make())
-        if exponent == options.exponents[0] and not options.quick:  # once: these take seconds
-            slow = {"gloo, DDP with sparse=True": (ddp(n, d), batch)}
-            slow["dense, MPI_Allreduce"] = (partial(dense, comm), runs["auto"][1])
-            seconds = harness.in_turns(as_transport(comm), list(slow.values()), 1, 0)
-            yield from (row | {"name": name, "seconds": time} for name, time in zip(slow, seconds, strict=True))
-
-
-UNSHOWN = ("auto, from the batch", "owners, quantile", "gloo, DDP with sparse=True")
+        if exponent == options.exponents[0] and not options.quick:  # once: it takes seconds
+            seconds = harness.in_turns(as_transport(comm), [(partial(dense, comm), runs["auto"][1])], 1, 0)
+            yield row | {"name": "dense, MPI_Allreduce", "seconds": seconds[0]}
 
 
 def tables():
@@ -156,8 +126,7 @@ def tables():
         line[f"d = {row['d']}"] = f"{cell(row['seconds'] * 1e3)} ms, {ratio}"
         if "bytes" in row:
             line[f"MB, d = {row['d']}"] = row["bytes"] / 1e6
-    shown = [{"": name} | line for name, line in lines.items() if name not in UNSHOWN]
-    return {"rows.times": f"{markdown(shown)}\n\n{source('rows')}"}
+    return {"rows.times": f"{markdown([{'': name} | line for name, line in lines.items()])}\n\n{source('rows')}"}
 
 
 def main():

@@ -9,8 +9,8 @@ inside each node. A step of it comes before each step of every other line, and "
 """
 
 import time
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import harness
 import numpy as np
@@ -88,22 +88,18 @@ MODELS = {
 }
 
 
-def our_hook(compressor):
-    """Return a function that registers the library's hook."""
-
-    def register(model, comm):
-        state = sparsecoll.torch.HookState(comm, compressor, model.module.named_parameters())
-        model.register_comm_hook(state, sparsecoll.torch.comm_hook)
-
-    return register
+def our_hook(model, comm, compressor):
+    """Register the library's hook."""
+    state = sparsecoll.torch.HookState(comm, compressor, model.module.named_parameters())
+    model.register_comm_hook(state, sparsecoll.torch.comm_hook)
 
 
 DDP = {  # name: function that registers a hook
     "DDP, gloo": lambda model, _: None,
     "DDP, gloo, fp16 hook": lambda model, _: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "DDP, gloo, PowerSGD hook, one bucket": lambda model, _: harness.power_hook(model, start=2),
-    "DDP, our hook, topk 1 %": our_hook("topk"),
-    "DDP, our hook, acpsgd rank 4": our_hook("acpsgd"),
+    "DDP, our hook, topk 1 %": partial(our_hook, compressor="topk"),
+    "DDP, our hook, acpsgd rank 4": partial(our_hook, compressor="acpsgd"),
 }
 HYBRID = {"none": "none", "topk 1 %": TopKCompressor(0.01), "oktopk 1 %": oktopk(0.01), "powersgd": "powersgd"}
 SCATTERED = {"none": "none", "topk 1 %": TopKCompressor(0.01)}
@@ -187,11 +183,6 @@ def sharded_lines(options, comm):
     yield "DDP, torch", lambda: made(None)
 
 
-def received(interface):
-    """Return the bytes that this host has received at an interface, headers included."""
-    return int(Path("/sys/class/net", interface, "statistics/rx_bytes").read_text()) if interface else 0
-
-
 def timed(step, comm):
     """Return the seconds of one step, which all ranks begin together."""
     comm.Barrier()
@@ -206,11 +197,11 @@ def measure(step, plain, options, comm):
     for _ in range(options.warm):
         step()
     seconds = getattr(step.optimizer, "seconds", {})
-    before, counted, host = dict(seconds), transport.traffic.copy(), received(options.interface)
+    before, counted, host = dict(seconds), transport.traffic.copy(), harness.link_bytes(options.interface)[1]
     times = [timed(one, comm) for _ in range(repeat) for one in ([] if plain is None else [plain]) + [step]]
     parts = {kind: (value - before[kind]) / repeat for kind, value in seconds.items()}
     comm.Barrier()
-    host = received(options.interface) - host
+    host = harness.link_bytes(options.interface)[1] - host
     moved = transport.traffic.since(counted).total.bytes_received
     table = allgather(transport, np.array([host, *times, *parts.values()]))
     *beside, slowest = table[:, 1 : 1 + len(times)].max(axis=0).reshape(repeat, -1).T
@@ -250,12 +241,6 @@ def rows(options, comm):
             del step
 
 
-def hidden(rows, name):
-    """Return the share of min(computation, communication) that a line saves over itself without overlap."""
-    apart = rows.get(f"{name}, no overlap")
-    return (apart["x plain"] - rows[name]["x plain"]) / min(1.0, apart["x plain"] - 1.0) if apart else None
-
-
 def table(rows):
     """Return the table of a net."""
     shown = []
@@ -267,23 +252,21 @@ def table(rows):
 
 
 def overlap(rows):
-    """Return the table of steps with and without overlap, where back-propagation computes and where it waits."""
+    """Return the table of steps with and without overlap, where back-propagation computes and where it waits; "hidden"
+    is the share of the smaller of computation and communication that a line saves over itself without overlap.
+    """
     shown = {}
     for model, where in {"layers": "computes", "device": "waits"}.items():
-        of = {row["line"]: row for row in rows if row["model"] == model}
+        of = {row["line"]: row["x plain"] for row in rows if row["model"] == model}
         for name in (name for name in of if f"{name}, no overlap" in of):
-            line = shown.setdefault(name, {"line": name})
-            line[f"{where}: x plain"] = of[name]["x plain"]
-            line[f"{where}: without overlap"] = of[f"{name}, no overlap"]["x plain"]
-            line[f"{where}: hidden"] = f"{hidden(of, name):.0%}"
+            both, apart, line = of[name], of[f"{name}, no overlap"], shown.setdefault(name, {"line": name})
+            line |= {f"{where}: x plain": both, f"{where}: without overlap": apart}
+            line[f"{where}: hidden"] = f"{(apart - both) / min(1.0, apart - 1.0):.0%}"
     return markdown(shown.values())
 
 
-UNSHOWN = (
-    *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)),
-    *(", no ", "whole model", "SparseSGD, dense", "gaussiank", "dragonn"),
-    *("stream", "0.1", "hook, a", "randomk", "allgather"),
-)
+UNSHOWN = (", no ", "whole model", "SparseSGD, dense", "gaussiank", "dragonn", "stream", "0.1", "hook, a", "randomk")
+UNSHOWN += ("allgather", *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)))
 NETS = {("vgg", 32): "20 M", ("mlp", 32): "107 M"}
 
 
@@ -301,19 +284,17 @@ def side_by_side(rows):
     return markdown([{head: row.get(head) for head in max(shown, key=len)} for row in shown])
 
 
-def shown_lines(name):
-    """Return whether a line is shown; the others are on file."""
-    return not any(part in name for part in UNSHOWN)
-
-
 def tables():
     """Return the tables of docs/training.md and docs/fsdp.md by name."""
     made, columns = {}, ("million", "line", "s / step", "x plain", "MB received")
-    found = [row for row in load("training_16_cores")["cpu"] if shown_lines(row["line"])]
-    made["16_cores_cpu"] = markdown([{name: row[name] for name in columns} for row in found])
+    cores, ethernet = (  # the other lines are on file
+        [row for row in rows if not any(part in row["line"] for part in UNSHOWN)]
+        for rows in (load("training_16_cores")["cpu"], load("training")["rows"])
+    )
+    made["16_cores_cpu"] = markdown([{name: row[name] for name in columns} for row in cores])
     for name in ("hsdp", "fsdp"):
         made[name] = f"{table({row['line']: row for row in load(name)['rows']})}\n\n{source(name)}"
-    made["ethernet"] = side_by_side([row for row in load("training")["rows"] if shown_lines(row["line"])])
+    made["ethernet"] = side_by_side(ethernet)
     made["overlap"] = overlap(load("overlap")["rows"])
     return {f"training.{name}": text for name, text in made.items()}
 

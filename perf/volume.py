@@ -25,27 +25,19 @@ from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.channel import Channel
 
 SEARCH = ("agree", "repartition", "threshold", "overlap", "nodes", "pattern")  # phases that move counts or bits
+DOUBLE = "sparcml:variant=recursive_double"
 ALGORITHMS = {  # name: (algorithm, its words of (n, k, P))
     "dense": ("dense", lambda n, k, P: formulas.dense_words(n, P)),
     "allgather": ("allgather", lambda n, k, P: formulas.allgather_words(k, P)),
-    "sparcml, recursive_double": (
-        "sparcml:variant=recursive_double",
-        lambda n, k, P: (2 * k * estimates.rounds(P), 2 * k * (P - 1)),
-    ),
+    "sparcml, recursive_double": (DOUBLE, lambda n, k, P: (2 * k * estimates.rounds(P), 2 * k * (P - 1))),
     "sparcml, dynamic": ("sparcml:variant=dynamic", formulas.sparcml_words),
     "densestream": ("densestream:repartition=average", lambda n, k, P: formulas.densestream_words(k, P)),
     "gtopk": ("gtopk", lambda n, k, P: formulas.gtopk_words(k, P) / 2),
     "spardl": ("spardl", lambda n, k, P: formulas.spardl_words(k, P)),
     "cltk": ("cltk", lambda n, k, P: formulas.cltk_words(k, P)),
 }
-ALGORITHMS |= {  # the last two: what repartition and balancing are for (Ok-Topk, Figure 7)
-    name: (algo, lambda n, k, P: formulas.oktopk_words(k, P))
-    for name, algo in {
-        "oktopk": "oktopk",
-        "oktopk, even regions": "oktopk:repartition=even",
-        "oktopk, not balanced": "oktopk:balance_factor=1e9",
-    }.items()
-}
+for name in ("oktopk", "oktopk:repartition=even", "oktopk:balance_factor=1e9"):  # the others for Ok-Topk's Figure 7
+    ALGORITHMS[name] = (name, lambda n, k, P: formulas.oktopk_words(k, P))
 MODELS = {"BERT": (133_547_324, 0.01), "VGG-16": (14_728_266, 0.02), "LSTM": (27_569_568, 0.02)}  # Ok-Topk, Table 2
 NETWORKS = {"1 Gb/s": Network(50e-6, 8e-9), "10 Gb/s": Network(20e-6, 8e-10), "100 Gb/s": Network(2e-6, 8e-11)}
 COSTS = {"select": 1.47e-10, "encode": 1.39e-9, "decode": 9.65e-10, "merge": 2.48e-9}  # of one core of an AMD EPYC
@@ -144,24 +136,16 @@ def scaling(options):
         yield row | {"bytes_received": int(4 * scale * results[:, 2:4].sum(axis=1).max()), "messages": int(messages)}
 
 
-def scaling_tables():
-    """Yield a heading and a table for the slowest network."""
-    rows = [row for row in load("scaling")["rows"] if row["model"] == "BERT" and row["network"] == "1 Gb/s"]
-    for network in dict.fromkeys(row["network"] for row in rows):
-        lines = {}
-        for row in rows:
-            if row["network"] == network:
-                line = lines.setdefault(row["algo"], {"ms": row["algo"]})
-                line[f"P = {row['P']}"] = f"{1e3 * row['seconds']:,.0f}"
-        yield f"### {network}"
-        yield markdown(lines.values())
-
-
 def tables():
-    """Return the table of docs/volume.md, and those of docs/benchmarks.md about many ranks, by name."""
-    counted = [row for row in load("volume")["rows"] if row["P"] == 64 and "oktopk, " not in row["algorithm"]]
+    """Return the table of docs/volume.md, and that of docs/benchmarks.md about many ranks on the slowest network."""
+    counted = [row for row in load("volume")["rows"] if row["P"] == 64 and "oktopk:" not in row["algorithm"]]
     counted = harness.columns(counted, lambda head: head not in ("P", "messages", "peaked") and ", ms" not in head)
-    scaled = f"{source('scaling')}\n\n" + "\n\n".join(scaling_tables())
+    lines = {}
+    for row in load("scaling")["rows"]:
+        if row["model"] == "BERT" and row["network"] == "1 Gb/s":
+            line = lines.setdefault(row["algo"], {"ms": row["algo"]})
+            line[f"P = {row['P']}"] = f"{1e3 * row['seconds']:,.0f}"
+    scaled = f"{source('scaling')}\n\n### 1 Gb/s\n\n{markdown(lines.values())}"
     return {"volume.table1": f"{markdown(counted)}\n\n{source('volume')}", "volume.scaling": scaled}
 
 

@@ -21,40 +21,26 @@ from sparsecoll.transport.call import CollectiveCall
 DELAYS = (0.0, 0.1e-3, 1e-3, 5e-3, 50e-3)  # seconds
 
 
-def waits(transport, delay, size, repeat):
-    """Return the latencies that this rank has seen, the processor time of its waits, and their seconds."""
-    latencies, processor, waited = [], 0.0, 0.0
-    message, answer = np.zeros(size, np.uint8), np.zeros(1, np.uint8)
-    others = range(1, transport.size)
-    for _ in range(repeat):
+def waited(transport, delay, size, repeat):
+    """Return the latencies that this rank has seen, then the processor time of its waits and their seconds."""
+    latencies, spent = [np.nan] * repeat, np.zeros(2)
+    message, others = np.zeros(size, np.uint8), range(1, transport.size)
+    for turn in range(repeat):
         if transport.rank == 0:
-            if delay:
-                time.sleep(delay)
+            time.sleep(delay)
             message[:8].view(np.float64)[0] = time.monotonic()
             for rank in others:
                 transport.isend(rank, message)
             for rank in others:
                 transport.recv(rank)
         else:
-            start, used = time.monotonic(), time.process_time()
+            before = np.array([time.process_time(), time.monotonic()])
             sent = transport.recv(0)[:8].view(np.float64)[0]
-            end, processor = time.monotonic(), processor + time.process_time() - used
-            waited += end - start
-            latencies.append(end - float(sent))
-            transport.isend(0, answer)
+            after = np.array([time.process_time(), time.monotonic()])
+            latencies[turn], spent = after[1] - float(sent), spent + after - before
+            transport.isend(0, message[:1])
         transport.waitall()
-    return latencies, processor, waited
-
-
-def measured(transport, delay, size, repeat):
-    """Return a row, the same on every rank; collective."""
-    waits(transport, delay, size, 3)
-    latencies, processor, waited = waits(transport, delay, size, repeat)
-    table = allgather(transport, np.array([*(latencies or [np.nan] * repeat), processor, waited], np.float64))[1:]
-    found = table[:, :repeat]
-    row = {"delay_ms": 1e3 * delay, "bytes": size, "latency_ms": 1e3 * float(np.median(found))}
-    row |= {"latency_p90_ms": 1e3 * float(np.percentile(found, 90)), "latency_mean_ms": 1e3 * float(found.mean())}
-    return row | {"core": float(table[:, repeat].sum() / table[:, repeat + 1].sum())}
+    return np.array([*latencies, *spent])
 
 
 def points(options, transport):
@@ -68,7 +54,10 @@ def points(options, transport):
         for size in options.bytes:
             for delay in DELAYS:
                 repeat = int(min(max(options.seconds / max(delay, 1e-3), 20), 400 if size < 1e5 else 20))
-                yield place | measured(transport, delay, size, repeat)
+                waited(transport, delay, size, 3)
+                *latencies, processor, seconds = allgather(transport, waited(transport, delay, size, repeat))[1:].T
+                row = place | {"delay_ms": 1e3 * delay, "bytes": size, "latency_ms": 1e3 * float(np.median(latencies))}
+                yield row | {"core": float(processor.sum() / seconds.sum())}
 
 
 def main():
