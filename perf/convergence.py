@@ -262,8 +262,7 @@ def seconds_table():
 
 def tables():
     """Return the tables of docs/convergence*.md by name: the default, nets side by side, single nets, and seconds."""
-    rows = load("convergence")["rows"]
-    nets = ("vgg", "resnet", "lstm", "mlp")
+    rows, nets = load("convergence")["rows"], ("vgg", "resnet", "lstm", "mlp")
     made = {"defaults": defaults(rows, nets), "seconds": seconds_table()}
     made["nets"] = side_by_side(rows, nets, [line for line in LINES if line not in ASIDE])
     made["papers"] = side_by_side(rows, ("resnet", "lstm"), PAPERS)

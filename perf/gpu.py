@@ -22,6 +22,8 @@ def milliseconds(call, repeat, before=None):
     import cupy
 
     def timed():
+        if before is not None:
+            before()
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
         start.record()
         call()
@@ -29,7 +31,7 @@ def milliseconds(call, repeat, before=None):
         stop.synchronize()
         return cupy.cuda.get_elapsed_time(start, stop)
 
-    return float(np.median([(before and before(), timed())[1] for _ in range(repeat + 1)][1:]))
+    return float(np.median([timed() for _ in range(repeat + 1)][1:]))
 
 
 def gradient(options):

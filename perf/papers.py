@@ -41,8 +41,7 @@ WORDS["SOME"] = "--models vgg --lines none topk dgc dragonn powersgd acpsgd cova
 def measured(comm, acc, gradient, k, **thresholds):
     """Return what the papers plot of one step; acc: residual + gradient of a rank; `thresholds` from earlier steps."""
     own, n, exact = DenseVector(acc), acc.size, DenseVector(acc).topk(k)
-    normal = float(acc.mean() + NormalDist().inv_cdf(1 - k / n / 2) * acc.std())
-    thresholds |= {"Gaussian-k": normal}
+    thresholds["Gaussian-k"] = float(acc.mean() + NormalDist().inv_cdf(1 - k / n / 2) * acc.std())
     row = {f"threshold, {name}": t / exact.kth_magnitude(k) for name, t in thresholds.items()}
     row |= {f"selected, {name}": own.threshold(t).nnz / k for name, t in thresholds.items()}
     total, mean = (allreduce(comm, x, "dense", op="mean").to_dense() for x in (acc, gradient))
@@ -50,10 +49,9 @@ def measured(comm, acc, gradient, k, **thresholds):
     apart = DenseVector(total).topk(k).to_dense() - sparse.topk(k).to_dense()
     row |= {"xi": float(np.linalg.norm(apart) / np.linalg.norm(mean)), "density of the sum": sparse.nnz / n}
     row["fullest thousandth"] = float(np.bincount(exact.indices.astype(np.int64) * 1000 // n).max()) * 1000 / n
-    for density in (0.01, 0.05, 0.1):
-        sizes = [formats.FORMATS[name].size(own.topk(round(density * n))) for name in ("densestream", "coo")]
-        row[f"DenseStream / COO, {density:.0%}"] = sizes[0] / sizes[1]
-    return row
+    stream, coo = (formats.FORMATS[name].size for name in ("densestream", "coo"))
+    tops = {density: own.topk(round(density * n)) for density in (0.01, 0.05, 0.1)}
+    return row | {f"DenseStream / COO, {density:.0%}": stream(top) / coo(top) for density, top in tops.items()}
 
 
 def trained(comm, name, density, parts=8, every=5):
@@ -100,7 +98,9 @@ def main():
             print(f"{path}: has rows; remove it to measure them again")
         else:
             words = re.sub("|".join(WORDS), lambda found: WORDS[found[0]], command).split()
-            subprocess.run([sys.executable, *words, "--json", str(path)], check=True, cwd=harness.ROOT)
+            new = path if "--update" in words else path.with_suffix(".new")  # until all of its rows are there
+            subprocess.run([sys.executable, *words, "--json", str(new)], check=True, cwd=harness.ROOT)
+            new.rename(path)
 
 
 if __name__ == "__main__":

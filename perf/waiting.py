@@ -3,10 +3,9 @@
     mpirun -n 4 python perf/waiting.py --json waiting.json
     python perf/testbed.py run -- python perf/waiting.py --where "4 hosts, 1 Gb/s" --update --json waiting.json
 
-Rank 0 sleeps, then sends a message to each other rank; all of these have waited since they answered the last one.
-All processes are on one machine, so that one clock times both ends. The latency is the time from before the first of
-the sends to the return of the receive, the transfer included: compare it with that of a message that is sent at once.
-Processor time is that of the waiting process, as a share of the time that it waited.
+Rank 0 sleeps, then sends a message to each other rank; these have waited since they answered the last one. All are on
+one machine, so that one clock times both ends, from before the first send to the return of the receive. Processor time
+is that of the waiting process, as a share of the time that it waited.
 """
 
 import time
