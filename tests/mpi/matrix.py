@@ -1,4 +1,4 @@
-"""Writes the table of training loops in docs/torch.md from what the tests expect: `python tests/mpi/matrix.py`."""
+"""Writes the table of training loops in LOOPS.md from what the tests expect: `python tests/mpi/matrix.py`."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from loop import SAME
 from loops import LOOPS
 from runs import HOOK, LOCAL, OVERLAP, SPARSE
 
-PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
+PAGE = Path(__file__).parent / "LOOPS.md"
 BEGIN, END = "<!-- loops: begin (tests/mpi/matrix.py) -->", "<!-- loops: end -->"
 WAYS = (OVERLAP, LOCAL, HOOK, SPARSE)
 ELSEWHERE = [  # rows whose tests have a file of their own

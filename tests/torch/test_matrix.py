@@ -1,4 +1,4 @@
-"""docs/torch.md shows what the tests of training loops expect."""
+"""tests/mpi/LOOPS.md shows what the tests of training loops expect."""
 
 import sys
 from pathlib import Path
@@ -11,6 +11,6 @@ sys.path.append(str(Path(__file__).parents[1] / "mpi"))
 from matrix import PAGE, page
 
 
-def test_the_table_in_the_docs_is_that_of_the_tests():
+def test_the_table_is_that_of_the_tests():
     text = PAGE.read_text()
     assert page(text) == text, "run python tests/mpi/matrix.py"
