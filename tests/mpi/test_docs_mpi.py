@@ -2,6 +2,7 @@
 
 import logging
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,8 @@ def test_ranks_train_one_model_on_samples_of_their_own(block, process_group, cap
     names["optimizer"].close()
 
 
-def test_a_checkpoint_of_the_page_is_loaded(process_group, tmp_path):
-    (block,) = [block for block in BLOCKS if "def load" in block]
-    names = {"__name__": "block"}
-    exec(compile(block, "block", "exec"), names)
+def test_a_checkpoint_of_the_example_is_loaded(process_group, tmp_path):
+    names = runpy.run_path(str(PAGE.parent.parent / "examples" / "elastic.py"))
     folder, states = process_group.bcast(tmp_path), []
     for _ in range(2):
         import sparsecoll.torch
