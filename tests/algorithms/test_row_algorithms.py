@@ -8,15 +8,15 @@ import sparsecoll
 from sparsecoll import Network, RowGather, RowSparse, simulate
 from sparsecoll.algorithms import RowAuto, RowOwners
 
-N, D, BATCH = 300_000, 16, 4096
-ROW = 4 * D
+N, D, BATCH = 300_000, 8, 4096
+ROW = 8 * D  # of float64, whose exponents are not coded
 
 
 def batch(rank, exponent):
     """Distinct ids of a batch, the most frequent ones first in the table."""
     probability = np.cumsum(np.arange(1, N + 1) ** -exponent)
     ids = np.unique(np.searchsorted(probability / probability[-1], np.random.default_rng(rank).random(BATCH)))
-    return RowSparse(ids, np.ones((ids.size, D), np.float32), N)
+    return RowSparse(ids, np.ones((ids.size, D)), N)
 
 
 def measured(P, algorithm, inputs, scatter=False):
