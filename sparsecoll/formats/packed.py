@@ -153,9 +153,10 @@ class PackedExponents(PackedFormat):
         return Encoding(table.nbytes + coded, write)
 
     def _stored_bytes(self, stored: Buffer, count: int, wire: WireDtype) -> int:
-        table, bits = self._table(stored, count), EXPONENT_BITS.get(wire.name, 0)
+        bits, damaged = EXPONENT_BITS.get(wire.name, 0), stored.size < 4 * -(-count // EXPONENT_BLOCK)
+        table = self._table(stored, 0 if damaged else count)
         width = table >> 8 & 255
-        if 4 * -(-count // EXPONENT_BLOCK) > stored.size or (width == 0).any() or (width > bits).any():
+        if damaged or not bits or (width == 0).any() or (width > bits).any():
             raise CommunicationError(f"message: exponents of {count} values of {wire.name} are damaged")
         offsets = kernels_of(stored).exponent_offsets(table, count, bits, wire.stored.itemsize)
         size = int(table.nbytes + offsets[-1])

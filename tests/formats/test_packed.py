@@ -8,6 +8,7 @@ import pytest
 import sparsecoll
 from sparsecoll import CommunicationError, RowSparse, SparseVector, formats, select
 from sparsecoll.formats import FORMATS, PackedCodesFormat
+from sparsecoll.formats.base import HEADER, WIRE_DTYPES
 from sparsecoll.formats.packed import PackedIndices
 from sparsecoll.testing.formats import check_vector, damaged
 
@@ -98,6 +99,18 @@ def test_damaged_exponents_are_refused_or_valid(wire):
         except CommunicationError:
             refused += 1
     assert refused > 500
+
+
+EMPTY_OR_SHORT = [("float32", 0, 0), ("float64", 0, 0), ("float32", 0, 7), ("float32", 999, 9)]
+
+
+@pytest.mark.parametrize("size", range(16, 60))
+@pytest.mark.parametrize(("wire", "width", "nnz"), EMPTY_OR_SHORT)
+def test_short_messages_with_coded_exponents_are_refused(wire, width, nnz, size):
+    message = np.zeros(size, np.uint8)
+    HEADER.pack_into(message, 0, 11, WIRE_DTYPES[wire].id, 4, 1, width, nnz)
+    with pytest.raises(CommunicationError, match="message: "):
+        formats.decode(message, 1000, width)
 
 
 def test_half_the_bytes_of_coo_at_1_percent_with_float16():
