@@ -94,6 +94,10 @@ def originals(rng: np.random.Generator) -> list[tuple[np.ndarray, object]]:
                         made.append((np.array(form.encode(x, None)), length))
                 if dtype == np.float32:
                     made += [(np.array(formats.encode(x, "packed", wire)), length) for wire in ("float16", "bfloat16")]
+        coded = np.sort(rng.choice(span, 1500 if span == 4000 else 0, replace=False)).astype(np.int64)
+        x = SparseVector(coded, rng.standard_normal(coded.size).astype(np.float32), length)  # exponents are coded
+        wires = ("float32", "float16", "bfloat16")
+        made += [(np.array(formats.encode(x, "packed", wire)), length) for wire in wires]
     return made
 
 
