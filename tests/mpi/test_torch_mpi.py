@@ -169,19 +169,29 @@ def test_join_and_another_communicator(comm):
     half.Free()
 
 
-def test_local_steps_equal_the_simulator_and_ranks_meet_after_each_mean(comm):
+@pytest.mark.parametrize("stream", [{}, {"every": 6, "fragments": 3, "delay": 4, "alpha": 0.5, "outer_momentum": 0.5}])
+def test_local_steps_equal_the_simulator_and_ranks_meet_after_each_mean(comm, stream):
+    """Means with a delay are formed on the progress thread; on ranks without data, until others have none either."""
+
     def program(comm):
         torch.set_num_threads(1)
         model = net(comm.rank)
         compressor = TopKCompressor(0.05, "allgather", format="packed_codes")
         inner = torch.optim.AdamW(model.parameters(), 0.01)
-        optimizer = LocalOptimizer(inner, model, comm, compressor, every=3, dense_below=0)
-        for step in range(8):
-            optimizer.zero_grad()
-            model(data(comm.rank, step)).square().mean().backward()
-            optimizer.step()
+        optimizer = LocalOptimizer(inner, model, comm, compressor, **{"every": 3, "dense_below": 0, **stream})
+
+        def go(steps):
+            for step in steps:
+                optimizer.zero_grad()
+                model(data(comm.rank, step)).square().mean().backward()
+                optimizer.step()
+
+        go(range(8))
         optimizer.synchronize()
-        return bits(model)
+        met = bits(model)
+        with optimizer.join():
+            go(range(8, 20 + 3 * comm.rank))
+        return met, bits(model)
 
     mine = program(comm)
     assert set(comm.allgather(mine)) == {mine}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from sparsecoll.algorithms import Algorithm
-from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.optimizers.distributed import Wrapper
 from sparsecoll.torch.reduction.grad_scaler import forget
-from sparsecoll.torch.reduction.window import Window, is_finite
+from sparsecoll.torch.reduction.means import Means
+from sparsecoll.torch.reduction.pace import OuterOptimizers, Pace
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import JOINED, Options, collective, communicator
+from sparsecoll.torch.replica.calls import JOINED, Options, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
-from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named, of_optimizer
+from sparsecoll.torch.tensors.model import Named, check_whole, describe, is_finite, model_of, named, of_optimizer
 from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, values_of
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.all_ranks import allgather
@@ -48,9 +49,13 @@ class LocalOptimizer(Wrapper):
     3. `torch.optim.SGD(outer_lr, outer_momentum)`, with Nesterov momentum if any, updates the shared parameters by the
        mean, and every rank continues from them. Buffers that have changed (BatchNorm) are set to those of rank 0.
 
-    After every `every`-th step, and after `synchronize`, parameters have the same bits on all ranks; in between they
-    differ. Call `synchronize()` after the last step; where numbers of steps differ by `every` or more, use `join`. The
-    state of the wrapped optimizer stays local to each rank.
+    With `fragments`, one fragment after the other has its mean, each of them every `every` steps, so that the network
+    is used more evenly; with `delay`, ranks take that many steps while it is formed, and then go on from alpha * their
+    own parameters + (1 - alpha) * the shared ones (Streaming DiLoCo, Douillard and others, 2025).
+
+    After every `every`-th step (without `fragments` and `delay`), and after `synchronize`, parameters have the same
+    bits on all ranks; in between they differ. Call `synchronize()` after the last step; where numbers of steps differ
+    by `every` or more, use `join`. The state of the wrapped optimizer stays local to each rank.
 
     Parameters that are frozen, or that the wrapped optimizer does not have, are set to those of rank 0 at the start and
     not averaged later. A parameter that is frozen between two means is part of the next one. If you change frozen
@@ -67,6 +72,16 @@ class LocalOptimizer(Wrapper):
         every: number of steps from one mean to the next (default: 10).
         outer_lr: learning rate of the step by the mean change (default: 1, which takes the mean of the parameters).
         outer_momentum: its Nesterov momentum, in [0, 1) (default: 0, none; DiLoCo uses 0.9 with a rate of 0.7).
+        outer: in place of both, a torch optimizer of the same parameters, or several that have them all. It moves the
+            shared parameters; schedules may change its rates, on all ranks alike.
+        fragments: number of fragments, made equal in bytes, or a list of modules or of lists of parameters; parameters
+            that are in none join the smallest one (default: one, of all parameters).
+        delay: number of steps while a mean is formed, fewer than `every` (default: 0). Buffers are then the same only
+            after `synchronize`.
+        alpha: share of its own parameters that a rank keeps after them (default: 0, so that those steps are lost).
+        weight: function that returns this rank's weight in the next mean, as its number of samples, at least 0
+            (default: all ranks weigh the same). Changes are multiplied by it before they are compressed.
+        backup_device: device of the shared parameters, changes and residuals, as "cpu" (default: that of the model).
         bucket_bytes: as in `DistributedOptimizer`.
         dense_below: as in `DistributedOptimizer`.
         timeout: as in `DistributedOptimizer`.
@@ -79,13 +94,14 @@ class LocalOptimizer(Wrapper):
 
     Volume: that of the compressor, divided by `every`; buffers that have changed; a few hundred bytes. Memory: the
     shared parameters, their momentum if any, and the state of the compressor (three times the model with top-k); during
-    a mean, the change and the mean of one bucket.
+    a mean, the change and the mean of its fragment.
 
     See Also:
-        `sparsecoll.torch.DistributedOptimizer`, which averages gradients in every step.
+        `sparsecoll.torch.DiLoCo`, which has the papers' values; `sparsecoll.torch.DistributedOptimizer`, which averages
+            gradients in every step.
     """
 
-    _engine: Window
+    _engine: Means
 
     def __init__(
         self,
@@ -97,6 +113,12 @@ class LocalOptimizer(Wrapper):
         every: int = 10,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        outer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        fragments: int | Sequence[torch.nn.Module | Iterable[torch.Tensor]] | None = None,
+        delay: int = 0,
+        alpha: float = 0.0,
+        weight: Callable[[], float] | None = None,
+        backup_device: torch.device | str | None = None,
         bucket_bytes: int | None = 25 << 20,
         dense_below: int = 1024,
         verify: bool | int = 0,
@@ -105,8 +127,8 @@ class LocalOptimizer(Wrapper):
         super().__init__(optimizer)
         transport, model = communicator(comm, timeout), model_of(named_parameters)
 
-        def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, torch.optim.SGD]:
-            check_integer("every", every, 1)
+        def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, list[torch.optim.Optimizer], Pace]:
+            pace = Pace(every, fragments, delay, alpha, weight)
             refuse_wrapped(model, "named_parameters")
             own, options = as_compressor(compressor), Options(bucket_bytes, dense_below, False, False, verify, timeout)
             given = of_optimizer(optimizer, named(named_parameters))
@@ -114,27 +136,34 @@ class LocalOptimizer(Wrapper):
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             params = {name: p for name, p in given.items() if id(p) in stepped}
             others = {name: p for name, p in given.items() if id(p) not in stepped}
-            outer = Outer(params.values(), outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+            outers = _outer_optimizers(outer, list(params.values()), outer_lr, outer_momentum)
+            if pace.fragments > len(params):
+                raise ValueError(f"fragments: expected at most one for each parameter, got {pace.fragments}")
             call.signature |= {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+            call.signature |= {"outer": [str(own) for own in outers], "fragments": pace.fragments, "delay": delay}
+            call.signature |= {"alpha": alpha, "weight": "none" if weight is None else "given"}
+            call.signature |= {"parts": [pace.known.get(id(p), -1) for p in params.values()]}
             call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
             call.signature |= {**own.signature(), **describe(others, "other parameter")}
             call.agree(entries=0)
             broadcast_tensors(transport, others.values())
-            return given, params, own, options, outer
+            return given, params, own, options, outers, pace
 
-        given, params, own, options, outer = collective(transport, "LocalOptimizer", timeout, made)
+        given, params, own, options, outers, pace = collective(transport, "LocalOptimizer", timeout, made)
         if transport.rank == 0:
-            warn_of_momentum(outer, own)
+            for one in outers:
+                warn_of_momentum(one, own)
         warn_of_state(optimizer, transport)
-        self._every, self._held, self._closed = every, False, False
+        self._every, self._held, self._closed, self._streams = every, False, False, pace.fragments > 1 or delay > 0
         names = given.items if model is None else model.named_parameters
-        self._engine = Window(transport, optimizer, outer, own, model, names, options)
+        device = None if backup_device is None else torch.device(backup_device)
+        self._engine = Means(transport, optimizer, OuterOptimizers(outers), own, model, names, options, pace, device)
         self._engine.regroup(params)
 
     _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of the wrapped optimizer on this rank; every `every`-th call also is a `synchronize`.
+        """One step of the wrapped optimizer on this rank; every `every`-th call also takes a mean.
 
         Args:
             closure: function that computes this rank's loss and gradients again and returns the loss.
@@ -151,15 +180,17 @@ class LocalOptimizer(Wrapper):
         if is_called_by_scaler(self):
             forget(self)
             raise RuntimeError("LocalOptimizer takes no GradScaler, which skips steps on single ranks: use bfloat16")
-        due = self._engine.steps + 1 >= self._every and not (self._held or self._closed)
+        due = not (self._held or self._closed) and self._is_due()
         with self._engine.replica.agreed() if due else contextlib.nullcontext():
             if not self._closed:
                 self._engine.begin_step()
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            self._engine.steps += 1
-            if due:
-                self._engine.mean()
+            self._engine.end_step(due)
         return result
+
+    @agreeing("_engine.replica.agreed")
+    def _is_due(self) -> bool:
+        return self._engine.is_due()
 
     def synchronize(self) -> None:
         """Take the mean of the changes now, if any rank has taken steps since the last one; collective.
@@ -169,9 +200,8 @@ class LocalOptimizer(Wrapper):
 
         Raises:
             NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank: see `discard`.
-            CommunicationError: On every rank, if the mean failed on some rank. Buckets are averaged one after the
-                other: parameters of the first ones may have moved on all ranks; others, and their residuals, are as
-                before, and move in the next mean.
+            CommunicationError: On every rank, if the mean failed on some rank: parameters and residuals are as before,
+                and move in the next mean. One with `delay` raises in the step in which it was to be taken.
         """
         if not self._closed:
             with self._engine.replica.agreed():
@@ -202,8 +232,10 @@ class LocalOptimizer(Wrapper):
         """
         with self._engine.replica.reporting():
             yield
-            while not (self._closed or self._engine.mean(JOINED).over):
+            while not (self._closed or self._engine.turn(JOINED).over):
                 pass
+            if not self._closed and self._streams:
+                self._engine.mean()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -251,6 +283,7 @@ class LocalOptimizer(Wrapper):
     def close(self) -> None:
         """Take no more means: each rank continues by itself."""
         self._closed = True
+        self._engine.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's zero_grad."""
@@ -258,6 +291,30 @@ class LocalOptimizer(Wrapper):
 
     def __repr__(self) -> str:
         return f"LocalOptimizer({self.optimizer!r}, every={self._every})"
+
+
+def _outer_optimizers(
+    given: Any, params: list[torch.Tensor], lr: float, momentum: float
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of the shared parameters: those given, or SGD."""
+    if given is None:
+        return [Outer(params, lr, momentum, nesterov=momentum > 0)]
+    outers = list(given) if isinstance(given, Sequence) else [given]
+    for own in outers:
+        if not isinstance(own, torch.optim.Optimizer):
+            raise TypeError(f"outer: expected torch optimizers, got {type(own).__name__}")
+        if own.state:
+            raise ValueError("outer: expected an optimizer that has taken no step: load its state into this one")
+    if (lr, momentum) != (1.0, 0.0):
+        raise ValueError("outer_lr, outer_momentum: expected none beside outer, which has its own")
+    counts = collections.Counter(id(p) for own in outers for group in own.param_groups for p in group["params"])
+    expected = {id(p): 1 for p in params}
+    if counts != expected:
+        wrong = next(key for key in [*expected, *counts] if counts.get(key) != expected.get(key))
+        shape = next((tuple(p.shape) for p in params if id(p) == wrong), None)
+        found = f"{counts[wrong]} times the one of shape {shape}" if shape is not None else "another one"
+        raise ValueError(f"outer: expected every parameter of the wrapped optimizer once, got {found}")
+    return outers
 
 
 def _are_finite(values: Iterable[Any]) -> bool:

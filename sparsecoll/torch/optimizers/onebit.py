@@ -309,7 +309,7 @@ class OneBitAdam(Wrapper):
         """
         with self._engine.replica.reporting():
             yield
-            while self.warming_up and not (self._closed or self._engine.mean(JOINED).over):
+            while self.warming_up and not (self._closed or self._engine.turn(JOINED).over):
                 pass
         if not self.warming_up:
             with self._now.join():

@@ -340,7 +340,7 @@ class SparseSGD(torch.optim.Optimizer):
                 if sums:
                     self._flat.commit(self.param_groups)
                 self._replica.follow_step(outcome)
-            self._replica.follow("join", self, outcome.furthest)
+            self._replica.follow("join", self, root=outcome.furthest)
 
     @agreeing("_replica.agreed")
     def move(self, comm: Any) -> None:

@@ -90,13 +90,15 @@ class Bucket:
         if flat and self.source is not None:
             p.grad.data = view  # type: ignore[union-attr]  # the same tensor: another one would count as a new gradient
 
-    def take_changes(self, now: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
-        """Take by how much the named parameters are above their values of `now`, and zeros for the others."""
+    def take_changes(self, now: Mapping[str, torch.Tensor], names: Collection[str], weight: float = 1.0) -> None:
+        """Take weight * (the named parameters - their values of `now`), and zeros for the others."""
         for name, view in self.layout.split(self.gradient_buffer().tensor).items():
             self._check(name, now[name])
             view.zero_()
             if name in names:
-                view.copy_(self.params[name]).sub_(now[name])
+                view.copy_(self.params[name]).sub_(now[name].to(view.device))
+                if weight != 1.0:
+                    view.mul_(weight)
 
     def _is_flat(self, p: torch.Tensor) -> bool:
         """Whether a parameter's gradient could be a part of the flat vector as it is; devices other than CPUs copy."""

@@ -34,10 +34,11 @@ class Buckets:
         pending: whether a reduction was accepted since the last step.
     """
 
-    def __init__(self, compressor: Compressor, replica: Replica) -> None:
+    def __init__(self, compressor: Compressor, replica: Replica, parts: Mapping[str, int] | None = None) -> None:
         self.order: list[str] = []
         self.index_of: dict[str, int] = {}
         self._compressor, self._replica = compressor, replica
+        self._parts = {} if parts is None else parts  # whose parameters share no bucket
         self._rows: set[str] = set()  # parameters reduced as rows: a rank has had such a gradient, none a dense one
         self._dense: set[str] = set()  # parameters of which a rank has had a dense gradient
         self._pairs: list[tuple[Bucket, Compressor]] = []
@@ -117,7 +118,7 @@ class Buckets:
         self.release()
         params, own, transport = self._replica.params, self._compressor, self._replica.transport
         small = {n for n in self.order if params[n].numel() < dense_below or own.sends_whole(params[n], transport)}
-        for layout in cut(params, self.order, bucket_bytes, small - self._rows, self._rows):
+        for layout in cut(params, self.order, bucket_bytes, small - self._rows, self._rows, self._parts):
             self.bind(params, layout)
 
     def bind(self, params: Mapping[str, torch.Tensor], layout: Layout) -> tuple[Bucket, Compressor]:

@@ -335,7 +335,7 @@ class Engine(Reducer):
                 synchronize_all(self.replica.transport)
                 self.replica.follow_step(self._outcome)
             self.discard()
-            self.replica.follow("join", self._optimizer, self._outcome.furthest)
+            self.replica.follow("join", self._optimizer, root=self._outcome.furthest)
 
     # -- saved state
 

@@ -237,3 +237,20 @@ def load(path: str | os.PathLike[str]) -> Any:
         raise ValueError(
             f"{path}: expected a file of tensors that torch.save wrote, torch.load raised {reason}"
         ) from error
+
+
+def local_of(state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the part of a state that is LocalOptimizer's, after a check; that of a plain optimizer has none."""
+    own = state.get(LOCAL)
+    if own is None:
+        return {}
+    missing = {"steps", "outer", *MOVED}.difference(own) | {STATE}.difference(state)
+    if missing:
+        raise ValueError(f"state_dict: expected that of LocalOptimizer, got one without {min(missing)!r}")
+    here = {name: tuple(p.shape) for name, p in params.items()}
+    for name, t in [(name, t) for kind in MOVED for name, t in own[kind].items()]:
+        if name not in here:
+            raise ValueError(f"state_dict: expected names of parameters, got {name!r}")
+        if here[name] != tuple(t.shape):
+            raise ValueError(f"state_dict: expected {name!r} of shape {here[name]}, got {tuple(t.shape)}")
+    return dict(own)

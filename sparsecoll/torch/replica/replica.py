@@ -208,13 +208,24 @@ class Replica:
             self.suspect = False
         return outcome
 
-    def row(self, flags: int, trainable: Sequence[bool] | None = None) -> Row:
-        """Return this rank's message at the end of a reduction, with the flags of the replica, too; see `Row`."""
+    def row(self, flags: int, trainable: Sequence[bool] | None = None, steps: int | None = None) -> Row:
+        """Return this rank's message at the end of a reduction, with the flags of the replica, too; see `Row`.
+
+        Without `steps`, those that this rank has taken are told.
+        """
         modules = self.buffers.changed()
         flags |= JOINED * (self.stopped_at is not None) | SUSPECT * self.suspect | MEMBERS * self.changed()
         flags |= REPLACED * self.buffers.replaced
         checksum = zlib.crc32(json.dumps(self.shared_options()).encode())
-        return Row(self.steps, flags, self.params, modules, trainable, checksum, self.sparse_weights)
+        return Row(
+            self.steps if steps is None else steps,
+            flags,
+            self.params,
+            modules,
+            trainable,
+            checksum,
+            self.sparse_weights,
+        )
 
     def _disagree(self, call: CollectiveCall) -> None:
         """Raise an error that names the option that differs between ranks."""
@@ -253,8 +264,8 @@ class Replica:
         if not self.params:
             self.buffers.mark()
 
-    def follow(self, name: str, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
-        """Make parameters, buffers, optimizer state and the number of steps those of rank `root`. Collective."""
+    def follow(self, name: str, *optimizers: torch.optim.Optimizer, root: int = 0) -> None:
+        """Make parameters, buffers, states of optimizers and the number of steps those of rank `root`. Collective."""
         tensors = self.tensors
 
         def follow(call: CollectiveCall) -> None:
@@ -262,7 +273,8 @@ class Replica:
             call.agree()
             steps = allgather(self.transport, np.array([self.steps], np.int64))
             broadcast_tensors(self.transport, tensors.values(), root)
-            broadcast_optimizer(self.transport, optimizer, root)
+            for optimizer in optimizers:
+                broadcast_optimizer(self.transport, optimizer, root)
             self.context.step = int(steps[root, 0])
 
         self.call(name, follow)
@@ -366,10 +378,10 @@ class Replica:
                     f" got others than rank 0's in {name!r} on rank {', '.join(others)}"
                 )
 
-    def compare_if_due(self) -> None:
-        """After a step: compare where `verify` asks for it. Collective."""
-        if self.options.verify and self.context.step % self.options.verify == 0:
-            self.compare()
+    def compare_if_due(self, step: int | None = None, buffers: bool = True) -> None:
+        """After a step, or the one with this number: compare where `verify` asks for it. Collective."""
+        if self.options.verify and (self.context.step if step is None else step) % self.options.verify == 0:
+            self.compare(buffers)
 
 
 def _bits(t: torch.Tensor) -> memoryview:

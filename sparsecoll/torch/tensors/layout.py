@@ -7,8 +7,9 @@ import functools
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,7 @@ def cut(
     bucket_bytes: int | None = None,
     small: Container[str] = (),
     rows: Container[str] = (),
+    parts: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Layout]:
     """Lay parameters out in buckets, each of one dtype on one device; buckets are in the order in which they fill.
 
@@ -275,14 +277,16 @@ def cut(
         bucket_bytes: most bytes of gradient in a bucket of several parameters; None: no limit.
         small: parameters that come last, in buckets of their own (`Layout.small`).
         rows: parameters whose gradients are rows; each is in a bucket of its own.
+        parts: by name; parameters of different parts are in different buckets.
     """
     last = {name: (name in small, i) for i, name in enumerate(order)}
     groups: list[list[str]] = []
-    open_: dict[tuple[bool, Any, CpuDevice], list[str]] = {}
-    sizes: dict[tuple[bool, Any, CpuDevice], int] = {}
+    open_: dict[tuple[Any, ...], list[str]] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
     for name in order:
-        key = (last[name][0], residual_dtype(params[name].dtype), device_of(params[name]))
-        size = params[name].numel() * key[1].itemsize
+        dtype, device = residual_dtype(params[name].dtype), device_of(params[name])
+        key = (last[name][0], dtype, device, parts.get(name))
+        size = params[name].numel() * dtype.itemsize
         full = bucket_bytes is not None and key in open_ and sizes[key] + size > bucket_bytes
         if name in rows or (full and sizes[key] * TINY < (bucket_bytes or 0)):
             groups.append([name])

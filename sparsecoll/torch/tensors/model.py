@@ -203,6 +203,11 @@ def check_whole(params: Iterable[torch.Tensor]) -> None:
             )
 
 
+def is_finite(t: torch.Tensor) -> bool:
+    """Return whether a tensor has no NaN or infinity: in one pass if its sum is finite."""
+    return bool(t.sum().isfinite()) or bool(t.isfinite().all())
+
+
 def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
     """Return the named parameters; raise unless all of the optimizer's are among them."""
     known = {id(p) for p in params.values()}

@@ -1,0 +1,239 @@
+"""How the changes of a Window are averaged: means begin, are formed on trial, and are taken on all ranks or on none."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator
+
+import numpy as np
+import torch
+
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.pace import Mean
+from sparsecoll.torch.reduction.window import Window
+from sparsecoll.torch.replica.calls import JOINED, MEMBERS, Round
+from sparsecoll.torch.replica.guards import fingerprint
+from sparsecoll.torch.tensors.layout import takes_part
+from sparsecoll.torch.tensors.model import is_finite
+from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import allgather
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.progress import completed_future, in_background
+
+
+class Means(Window):
+    """The means of a window.
+
+    A mean is formed on trial, on the progress thread if this rank takes steps meanwhile. In its last message ranks tell
+    each other that they have succeeded, and only then the values of the mean before are moved. All ranks begin and take
+    means in one order (`Pace.under_way`), whatever their steps, since the taking of one may communicate.
+
+    Attributes:
+        after: called after every mean, on all ranks; what it raises on one, the mean raises on all.
+    """
+
+    after: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def _next(self) -> int:
+        """The number of the next mean; the progress thread sets the replica's."""
+        return self._number if self._under_way else self.replica.context.step
+
+    def is_due(self) -> bool:
+        """Return whether a mean begins or is taken after the next step."""
+        return self._may_take(self._taken + 1) or self.steps + 1 >= self._pace.steps_before(self._next)
+
+    def _may_take(self, taken: int) -> bool:
+        return len(self._under_way) > self._pace.under_way and taken >= self._under_way[0].due
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def end_step(self, due: bool) -> None:
+        """Called after a step, with what `is_due` has returned before it. Collective if it is due."""
+        self.steps, self._taken = self.steps + 1, self._taken + 1
+        while due and self._may_take(self._taken):
+            self._take()
+        if due and self.steps >= self._pace.steps_before(self._next):
+            self.turn()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def turn(self, flags: int = 0) -> Round:
+        """Begin the next mean, and take it at once unless it has a delay. Collective.
+
+        Args:
+            flags: JOINED if this rank has no more data: it takes all means but those that are under way on others.
+
+        Raises:
+            NonFiniteError: a parameter is NaN or infinite on some rank; nothing has changed.
+            CommunicationError: some rank failed; nothing has changed.
+        """
+        pace, outcome = self._pace, Round()
+        while len(self._under_way) > pace.under_way:
+            self._take()
+        self._begin(pace.fragment(self._next), flags, pace.delay)
+        while len(self._under_way) > pace.under_way and (flags & JOINED or not pace.delay):
+            outcome = self._take()
+        return outcome
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def mean(self) -> None:
+        """Take the means that are under way, then one of all parameters. Collective; raises as `turn`."""
+        while self._under_way:
+            self._take()
+        self._begin(None, 0)
+        self._take()
+
+    def _begin(self, fragment: int | None, flags: int, delay: int = 0) -> None:
+        """Begin a mean, on the progress thread if it may take some steps."""
+        self._check_loaded()
+        if not self.steps:
+            self._start()
+        if not len(self._buckets):
+            with self._all_or_none():
+                self._make_buckets(flags)
+        replica, number, weight, failed = self.replica, self._next, 1.0, self._refused
+        weighted = self._pace.weight is not None
+        ours = {name for name in self._params if fragment is None or self._fragments[name] == fragment}
+        moved, buckets = self._moved & ours, [pair for pair in self._buckets if pair[0].layout.names[0] in ours]
+        row = replica.row(flags, [name in moved for name in self._shared], number)
+        try:
+            if failed is None:
+                self._check_finite(moved)
+                weight = self._pace.weight_of(replica.transport.rank)
+                for bucket, _ in buckets:
+                    bucket.take_changes(self._params, moved, weight)
+        except Exception as error:
+            failed = error
+
+        def form() -> tuple[Round, float]:
+            replica.context.step = number
+            for pair in buckets if failed is None else ():
+                self._reduce(*pair)
+            outcome = replica.agree(self._name, row, lambda _: None, failed)
+            factor = replica.call(self._name, lambda _: sum_weights(replica.transport, weight)) if weighted else 1.0
+            replica.context.step = number + 1
+            return outcome, factor
+
+        result = in_background(replica.transport, form) if delay else completed_future(form)
+        due, steps = self._taken + delay, self.steps
+        self._under_way.append(Mean(number, fragment, moved, buckets, flags, steps, due, delay > 0, result))
+        self._number, self.steps = number + 1, 0
+
+    def _make_buckets(self, flags: int) -> None:
+        """Make the buckets of all parameters that have moved on a rank. Collective."""
+        replica, outcome = self.replica, Round(MEMBERS)
+
+        def digest(outcome: Round) -> int | None:
+            first = not outcome.most and replica.transport.size > 1
+            return fingerprint(self._params.values()) if first else None
+
+        while outcome.flags & MEMBERS:
+            row = replica.row(flags, [name in self._moved for name in self._shared])
+            outcome = replica.agree(self._name, row, digest, self._refused)
+            if outcome.flags & MEMBERS:
+                self.regroup()
+        if outcome.trainable:
+            self._buckets.make(outcome.trainable)
+
+    def _check_finite(self, names: Collection[str]) -> None:
+        for name in (name for name in self._params if name in names):
+            if not is_finite(self._params[name]):
+                raise NonFiniteError(
+                    f"change of parameter {name!r}: expected finite values, got NaN or infinity: call discard() on all"
+                    " ranks to give up the steps since the last mean"
+                )
+
+    def _reduce(self, bucket: Bucket, compressor: Compressor) -> None:
+        """Average the changes of a bucket on trial. Collective."""
+        layout = bucket.layout
+
+        def reduce(_: CollectiveCall) -> None:
+            with layout.device.stream_context():
+                bucket.reduce(self.replica.transport, compressor)
+                if not bucket.mean_is_finite():
+                    name = next(n for n in layout.names if not bucket.part_of_mean(n).isfinite().all())
+                    raise NonFiniteError(f"change of parameter {name!r}: expected a finite mean, got an overflow")
+
+        self.replica.call(self._name, reduce)
+
+    def _take(self) -> Round:
+        """Wait for the oldest mean that is under way, and take it, on all ranks or on none. Collective."""
+        mean = self._under_way[0]
+        with self._all_or_none():
+            outcome, factor = mean.result.result()
+            names = {name for bucket, _ in mean.buckets for name in bucket.layout.names}
+            if outcome.flags & MEMBERS or (outcome.trainable and outcome.trainable != names):
+                return self._take_again(mean, outcome)
+            self._last = self._last | outcome.trainable
+            if outcome.trainable:
+                for bucket, _ in mean.buckets:
+                    bucket.accept()
+                    bucket.versions.commit()
+                for bucket, _ in mean.buckets:
+                    self._apply(bucket, factor, self._pace.alpha if mean.delayed else 0.0)
+            else:
+                self._drop(mean)
+            counts = bool(outcome.trainable) or outcome.over
+            if outcome.over:
+                outcome.modules = [True] * len(outcome.modules)  # which ranks without data do not tell
+            if counts and not mean.delayed:
+                self.replica.broadcast_buffers(outcome)
+        del self._under_way[0]
+        if counts:
+            self.replica.compare_if_due(mean.number + 1, buffers=not mean.delayed)
+            self.after()
+        elif not self._under_way:
+            self.replica.context.step = mean.number
+        return outcome
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Context manager: ranks may fail at different points: the next mean compares, and makes buckets again."""
+        try:
+            yield
+        except Exception:
+            self.drop()
+            self.replica.suspect = True
+            self._buckets.release()
+            raise
+
+    def _take_again(self, mean: Mean, outcome: Round) -> Round:
+        """Form a mean once more, because parameters take part that its buckets lack, or others do not. Collective."""
+        steps = self.steps + sum(later.steps for later in self._under_way[1:])
+        self.drop()
+        if outcome.flags & MEMBERS:
+            self.regroup()
+        else:
+            fragment = mean.fragment
+            others = {n for n in self._buckets.index_of if fragment is not None and self._fragments[n] != fragment}
+            self._buckets.release()
+            self._buckets.make(outcome.trainable | others)
+        self._begin(mean.fragment, mean.flags)
+        self.steps = steps
+        return self._take()
+
+    def _apply(self, bucket: Bucket, factor: float, alpha: float) -> None:
+        """Move the parameters of a bucket by its mean."""
+        self._outer.zero_grad()  # what an earlier failure has left
+        bucket.assign_grads(bucket.new_grads(bucket.layout.names, factor))
+        self._outer.step()
+        for name, shared in bucket.params.items():
+            p, shared.grad = self._params[name], None
+            if alpha and takes_part(p):
+                p.lerp_(shared.to(p.device), 1 - alpha)
+                self._moved.add(name)
+            else:
+                p.copy_(shared)
+                self._moved.discard(name)
+
+
+def sum_weights(transport: Transport, weight: float) -> float:
+    """Return number of ranks / sum of their weights, or 1 if that is 0. Collective."""
+    total = math.fsum(allgather(transport, np.array([weight]))[:, 0].tolist())
+    transport.waitall()
+    return transport.size / total if total else 1.0
