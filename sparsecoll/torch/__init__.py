@@ -13,6 +13,7 @@ from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
 from sparsecoll.torch.optimizers.local import LocalOptimizer
 from sparsecoll.torch.optimizers.onebit import OneBitAdam
 from sparsecoll.torch.optimizers.sgd import SparseSGD
+from sparsecoll.torch.reduction.rounds import ElasticGroup
 from sparsecoll.torch.reduction.state import load, redistribute, save
 from sparsecoll.torch.replica.broadcasts import broadcast
 from sparsecoll.torch.replica.process_group import init_process_group
@@ -24,6 +25,7 @@ __all__ = [
     "Compressor",
     "Constant",
     "DistributedOptimizer",
+    "ElasticGroup",
     "HookState",
     "LocalOptimizer",
     "OneBitAdam",

@@ -65,6 +65,7 @@ class Compressor(ABC):
     scatters = False  # whether each rank gets only its region of a sum, as `fsdp.attach` without replicas wants it
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
+    stands_alone = False  # whether it has `encoded` and `combined`, so that an ElasticGroup can use it
     dense_below = 1024  # number of values below which a parameter is not compressed, unless the user gives another
 
     @property
@@ -157,6 +158,17 @@ class Compressor(ABC):
             if isinstance(acc, (DenseVector, SparseVector)):
                 self.check_finite(acc)  # names the parameter
             raise
+
+    def encoded(self, message: Any) -> Array:
+        """Return what `compress` has returned as bytes, for an ElasticGroup; see `combined`."""
+        raise NotImplementedError
+
+    def combined(self, blocks: Sequence[Array]) -> Any:
+        """Return what `communicate` returns, from all ranks' `encoded` messages.
+
+        `update` then gets None for the message if this rank's is not among them.
+        """
+        raise NotImplementedError
 
     def reset(self) -> None:  # noqa: B027 - most keep nothing of the kind
         """Discard state that may differ between ranks after a call that failed."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from sparsecoll.algorithms import Reduction
 from sparsecoll.torch.compressors.base import Compressor, write_mean
@@ -17,7 +20,7 @@ class NoCompression(Compressor):
     """The mean of all gradients, by the dense allreduce. Volume: 2n(P-1)/P words."""
 
     name = "none"
-    passes_nonfinite = True
+    passes_nonfinite = stands_alone = True
 
     def compensate(self, gradient: Array, *, source: Array | None = None) -> Array:
         return gradient if source is None else source
@@ -27,6 +30,16 @@ class NoCompression(Compressor):
 
     def communicate(self, transport: Transport, message: DenseVector) -> Reduction:
         return self.reduce(transport, message)
+
+    def encoded(self, message: DenseVector) -> Array:
+        return message.values.view(np.uint8)
+
+    def combined(self, blocks: Sequence[Array]) -> Reduction:
+        total = self.layout.zeros()
+        for block in blocks:
+            total += block.view(total.dtype)
+        value = DenseVector(total)
+        return Reduction(value, value)
 
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
         write_mean(out, reduced.value, self.size)

@@ -17,12 +17,13 @@ from sparsecoll.torch.optimizers.distributed import Wrapper
 from sparsecoll.torch.reduction.grad_scaler import forget
 from sparsecoll.torch.reduction.means import Means
 from sparsecoll.torch.reduction.pace import OuterOptimizers, Pace
+from sparsecoll.torch.reduction.rounds import ElasticGroup, ElasticMeans
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.replica.calls import JOINED, Options, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
 from sparsecoll.torch.tensors.model import Named, check_whole, describe, is_finite, model_of, named, of_optimizer
 from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, values_of
-from sparsecoll.transport import as_transport
+from sparsecoll.transport import LocalTransport, as_transport
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.group import GroupTransport
@@ -125,7 +126,9 @@ class LocalOptimizer(Wrapper):
         timeout: float | None = None,
     ) -> None:
         super().__init__(optimizer)
-        transport, model = communicator(comm, timeout), model_of(named_parameters)
+        group = comm if isinstance(comm, ElasticGroup) else None
+        transport = LocalTransport() if group else communicator(comm, timeout)
+        model, signature = model_of(named_parameters), dict[str, Any]()
 
         def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, list[torch.optim.Optimizer], Pace]:
             pace = Pace(every, fragments, delay, alpha, weight)
@@ -146,6 +149,9 @@ class LocalOptimizer(Wrapper):
             call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
             call.signature |= {**own.signature(), **describe(others, "other parameter")}
             call.agree(entries=0)
+            signature.update(call.signature, **describe(params))
+            if group is not None and not own.stands_alone:
+                raise ValueError(f"compressor: expected 'none' or 'chunktopk' with an ElasticGroup, got {own.name!r}")
             broadcast_tensors(transport, others.values())
             return given, params, own, options, outers, pace
 
@@ -154,10 +160,12 @@ class LocalOptimizer(Wrapper):
             for one in outers:
                 warn_of_momentum(one, own)
         warn_of_state(optimizer, transport)
-        self._every, self._held, self._closed, self._streams = every, False, False, pace.fragments > 1 or delay > 0
+        self._every, self._held, self._closed = every, False, False
         names = given.items if model is None else model.named_parameters
         device = None if backup_device is None else torch.device(backup_device)
-        self._engine = Means(transport, optimizer, OuterOptimizers(outers), own, model, names, options, pace, device)
+        arguments: Any = transport, optimizer, OuterOptimizers(outers), own, model, names, options, pace, device
+        self._streams = group is None and (pace.fragments > 1 or delay > 0)
+        self._engine = Means(*arguments) if group is None else ElasticMeans(group, signature, *arguments)
         self._engine.regroup(params)
 
     _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
@@ -283,7 +291,7 @@ class LocalOptimizer(Wrapper):
     def close(self) -> None:
         """Take no more means: each rank continues by itself."""
         self._closed = True
-        self._engine.drop()
+        self._engine.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's zero_grad."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.pace import Mean
 from sparsecoll.torch.reduction.window import Window
-from sparsecoll.torch.replica.calls import JOINED, MEMBERS, Round
+from sparsecoll.torch.replica.calls import JOINED, MEMBERS, Round, Row
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import is_finite
@@ -97,7 +98,6 @@ class Means(Window):
             with self._all_or_none():
                 self._make_buckets(flags)
         replica, number, weight, failed = self.replica, self._next, 1.0, self._refused
-        weighted = self._pace.weight is not None
         ours = {name for name in self._params if fragment is None or self._fragments[name] == fragment}
         moved, buckets = self._moved & ours, [pair for pair in self._buckets if pair[0].layout.names[0] in ours]
         row = replica.row(flags, [name in moved for name in self._shared], number)
@@ -110,19 +110,25 @@ class Means(Window):
         except Exception as error:
             failed = error
 
-        def form() -> tuple[Round, float]:
-            replica.context.step = number
-            for pair in buckets if failed is None else ():
-                self._reduce(*pair)
-            outcome = replica.agree(self._name, row, lambda _: None, failed)
-            factor = replica.call(self._name, lambda _: sum_weights(replica.transport, weight)) if weighted else 1.0
-            replica.context.step = number + 1
-            return outcome, factor
-
+        form = partial(self._form, number, buckets, row, weight, failed)
         result = in_background(replica.transport, form) if delay else completed_future(form)
         due, steps = self._taken + delay, self.steps
         self._under_way.append(Mean(number, fragment, moved, buckets, flags, steps, due, delay > 0, result))
         self._number, self.steps = number + 1, 0
+
+    def _form(
+        self, number: int, buckets: list[tuple[Bucket, Compressor]], row: Row, weight: float, failed: Exception | None
+    ) -> tuple[Round, float]:
+        """Form a mean on trial; return what the ranks have told each other, and a factor. Collective."""
+        replica = self.replica
+        replica.context.step = number
+        for pair in buckets if failed is None else ():
+            self._reduce(*pair)
+        outcome, factor = replica.agree(self._name, row, lambda _: None, failed), 1.0
+        if self._pace.weight is not None:
+            factor = replica.call(self._name, lambda _: sum_weights(replica.transport, weight))
+        replica.context.step = number + 1
+        return outcome, factor
 
     def _make_buckets(self, flags: int) -> None:
         """Make the buckets of all parameters that have moved on a rank. Collective."""
@@ -172,10 +178,9 @@ class Means(Window):
             self._last = self._last | outcome.trainable
             if outcome.trainable:
                 for bucket, _ in mean.buckets:
-                    bucket.accept()
-                    bucket.versions.commit()
+                    self._accept(bucket, outcome.flags)
                 for bucket, _ in mean.buckets:
-                    self._apply(bucket, factor, self._pace.alpha if mean.delayed else 0.0)
+                    self._apply(bucket, factor, self._pace.alpha if mean.delayed else 0.0, outcome.flags)
             else:
                 self._drop(mean)
             counts = bool(outcome.trainable) or outcome.over
@@ -217,13 +222,24 @@ class Means(Window):
         self.steps = steps
         return self._take()
 
-    def _apply(self, bucket: Bucket, factor: float, alpha: float) -> None:
-        """Move the parameters of a bucket by its mean."""
+    def _accept(self, bucket: Bucket, flags: int) -> None:
+        """Accept the mean of a bucket."""
+        bucket.accept()
+        bucket.versions.commit()
+
+    def _move(self, bucket: Bucket, factor: float) -> None:
+        """Move the shared parameters of a bucket by its mean."""
         self._outer.zero_grad()  # what an earlier failure has left
         bucket.assign_grads(bucket.new_grads(bucket.layout.names, factor))
         self._outer.step()
+        for shared in bucket.params.values():
+            shared.grad = None
+
+    def _apply(self, bucket: Bucket, factor: float, alpha: float, flags: int) -> None:
+        """Move the parameters of a bucket by its mean."""
+        self._move(bucket, factor)
         for name, shared in bucket.params.items():
-            p, shared.grad = self._params[name], None
+            p = self._params[name]
             if alpha and takes_part(p):
                 p.lerp_(shared.to(p.device), 1 - alpha)
                 self._moved.add(name)

@@ -169,6 +169,10 @@ class Window(Owner):
             self.replica.context.step = mean.number
         self._under_way.clear()
 
+    def close(self) -> None:
+        """No mean follows."""
+        self.drop()
+
     def _drop(self, mean: Mean) -> None:
         for bucket, _ in mean.buckets:
             bucket.layout.device.wait_stream()  # which may still write to memory that is free now

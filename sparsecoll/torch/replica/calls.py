@@ -156,6 +156,7 @@ CHANGED = 1  # a gradient has changed after it was sent: the reduction has to be
 JOINED = 2  # this rank has run out of data
 SUSPECT = 4  # this rank's parameters may differ from the others'
 REPLACED = 8  # this rank's model has other buffers than before
+LATE = 32  # this worker's changes are not in the mean
 MEMBERS = 16  # this rank's optimizer and model have other parameters than before
 
 HEAD = 6  # numbers of a row, of which the maximum over the ranks is formed

@@ -1,0 +1,348 @@
+"""ElasticGroup: workers that come and go. They meet in a store of torch.distributed, and no one waits for the dead."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import json
+import math
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparsecoll.errors import CommunicationError, check_integer
+from sparsecoll.formats import Buffer
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.means import Means
+from sparsecoll.torch.replica.calls import JOINED, LATE, Round, Row
+from sparsecoll.torch.tensors.layout import takes_part
+from sparsecoll.torch.tensors.model import Named
+from sparsecoll.transport.all_ranks import joined, separated
+
+PIECE = 16 << 20  # bytes of a value in the store
+MOST_PAUSE = 0.05  # seconds between two looks at a round
+
+
+class Contribution(NamedTuple):
+    """What one worker has sent in a round."""
+
+    worker: str
+    weight: float
+    message: Buffer
+
+
+class ElasticGroup:
+    """The `comm` of a LocalOptimizer whose workers may leave, die, return or join at any time.
+
+        store = torch.distributed.TCPStore(host, port, is_master=is_first)  # outlives all workers, or the job ends
+        optimizer = DiLoCo(inner, model, ElasticGroup(store, deadline=60), preset="sparseloco")
+
+    A mean is a round: every worker writes its message to the store, and the round closes as soon as all workers of the
+    round before (and those that have joined since) have written theirs, or when a worker has waited for `deadline`
+    seconds. The mean is over the messages that were there, by weight. A worker that comes too late takes the mean of
+    the others and keeps its own changes for the next round. One that starts, or was away for long, begins with the
+    shared parameters and the state of the outer optimizer. Buffers stay each worker's own. Each worker gets the
+    messages of all others from the store, whose host needs the bandwidth.
+
+    Args:
+        store: store of torch.distributed that all workers reach, such as a TCPStore.
+        deadline: seconds after which a worker no longer waits for others in a round (default: 60).
+        workers: number of workers for which the first round waits, up to the deadline (default: 1).
+        name: of this worker, unique (default: host, process and a random number).
+
+    Attributes:
+        contributors: names of the workers that the last mean has taken in; the same on all workers.
+        number: of rounds in the state with which this worker has begun.
+    """
+
+    def __init__(self, store: Any, *, deadline: float = 60.0, workers: int = 1, name: str | None = None) -> None:
+        if not all(callable(getattr(store, call, None)) for call in ("compare_set", "add", "check", "wait")):
+            raise TypeError(f"store: expected one of torch.distributed, such as a TCPStore, got {type(store).__name__}")
+        if not 0 < deadline < 1e9:
+            raise ValueError(f"deadline: expected seconds above 0, got {deadline}")
+        check_integer("workers", workers, 1)
+        self.deadline, self.workers = float(deadline), workers
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.contributors: list[str] = []
+        self.number = 0
+        self._store = store
+        self._waits: dict[int, int] = {}  # bytes of the rounds since the newest state
+
+    # -- rounds
+
+    def is_closed(self, number: int) -> bool:
+        """Return whether a round is over."""
+        return bool(self._store.check([f"{number}/closed"]))
+
+    def mark(self, number: int) -> None:
+        """Tell the workers of round `number` + 1 to wait for this one."""
+        self._store.set(f"{number}/name/{self._place(number)}", self.name)
+
+    def _place(self, number: int) -> int:
+        return int(self._store.add(f"{number}/places", 1)) - 1
+
+    def _present(self, number: int) -> dict[int, str]:
+        """Return the workers in a round by their places, those that came late, too."""
+        count = int(self._store.add(f"{number}/places", 0))
+        keys = {place: f"{number}/name/{place}" for place in range(count)}
+        return {place: self._store.get(key).decode() for place, key in keys.items() if self._store.check([key])}
+
+    def exchange(self, number: int, weight: float, message: Buffer) -> tuple[list[Contribution], bool]:
+        """Write this worker's message, wait until the round closes, and return all, and whether its own is among them.
+
+        Raises:
+            CommunicationError: The messages are no longer in the store.
+        """
+        if self.is_closed(number):
+            return self.read(number), False
+        place = self._place(number)
+        self._write(f"{number}/message/{place}", np.array([weight]).tobytes() + bytes(message))
+        self._store.set(f"{number}/name/{place}", self.name)
+        ends, pause = time.monotonic() + self.deadline, 0.001
+        while not self.is_closed(number):
+            here = self._present(number)
+            if self._is_complete(number, here) or time.monotonic() > ends:
+                self._store.compare_set(f"{number}/closed", "", json.dumps(sorted(here.items())))
+            time.sleep(pause)
+            pause = min(1.5 * pause, MOST_PAUSE)
+        found = self.read(number)
+        return found, self.name in self.contributors
+
+    def _is_complete(self, number: int, here: Mapping[int, str]) -> bool:
+        """Return whether all have come that are waited for."""
+        missing = {*self._present(number - 1).values()} - {*here.values()}
+        return (number > 0 or len(here) >= self.workers) and all(
+            self._store.check([f"left/{name}"]) for name in missing
+        )
+
+    def leave(self) -> None:
+        """Tell the others not to wait for this worker in later rounds."""
+        self._store.set(f"left/{self.name}", "")
+
+    def read(self, number: int) -> list[Contribution]:
+        """Return the contributions to a closed round, in the same order on all workers.
+
+        Raises:
+            CommunicationError: They are no longer in the store.
+        """
+        found = []
+        for place, worker in json.loads(self._store.get(f"{number}/closed")):
+            data = self._read(f"{number}/message/{place}")
+            found.append(Contribution(worker, float(data[:8].view(np.float64)[0]), data[8:]))
+        self.contributors = [one.worker for one in found]
+        if self.name not in self.contributors:
+            self.mark(number)
+        self._waits[number] = sum(one.message.nbytes for one in found)
+        return found
+
+    # -- the shared state
+
+    def enter(self, signature: str) -> bytes | None:
+        """Begin; return the newest state, of which `number` rounds are a part, or None if this is the first worker.
+
+        Raises:
+            ValueError: The others have other options or parameters.
+            CommunicationError: Their state does not come within the deadline.
+        """
+        theirs = self._store.compare_set("signature", "", signature).decode()
+        if theirs != signature:
+            pairs = zip(json.loads(theirs).items(), json.loads(signature).items(), strict=False)
+            (key, other), (_, own) = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(f"{key}: expected {other}, as the other workers have, got {own}")
+        if self._store.check([f"left/{self.name}"]):
+            self._store.delete_key(f"left/{self.name}")
+        if self._store.compare_set("first", "", self.name).decode() == self.name:
+            self.mark(-1)
+            return None
+        return self.newest()
+
+    def newest(self) -> bytes:
+        """Return the newest state in the store, and set `number`; the rounds since are still in the store."""
+        ends = time.monotonic() + self.deadline
+        while True:
+            with contextlib.suppress(RuntimeError, CommunicationError):  # it was replaced meanwhile
+                self._store.wait(["state"], datetime.timedelta(seconds=self.deadline))
+                self.number = int(self._store.get("state"))
+                state = self._read(f"state/{self.number}")
+                self.mark(self.number - 1)
+                return state.tobytes()
+            if time.monotonic() > ends:
+                raise CommunicationError(f"store: expected the state of the others within {self.deadline} s, got none")
+
+    def publish(self, number: int, state: Callable[[], bytes], size: int) -> None:
+        """After round `number` - 1: let one worker write a new state, if the rounds since the last one are larger."""
+        full = sum(self._waits.values()) > size
+        if full:
+            self._waits.clear()
+        if number and not (full and self.contributors[:1] == [self.name]):
+            return
+        before = int(self._store.get("state")) if number else 0
+        kept = int(self._store.get("kept")) if number else 0
+        self._write(f"state/{number}", state())
+        self._store.set("kept", str(before))  # a state, and the rounds since, stay while the next one is the newest
+        self._store.set("state", str(number))
+        for old in range(kept, before):
+            self._delete(f"state/{old}")
+            for place in self._present(old):
+                self._delete(f"{old}/message/{place}")
+                self._store.delete_key(f"{old}/name/{place}")
+
+    # -- long values
+
+    def _write(self, key: str, data: bytes) -> None:
+        count = -(-len(data) // PIECE)
+        for i in range(count):
+            self._store.set(f"{key}.{i}", data[i * PIECE : (i + 1) * PIECE])
+        self._store.set(key, str(count))
+
+    def _read(self, key: str) -> NDArray[np.uint8]:
+        count = int(self._store.get(key)) if self._store.check([key]) else 0
+        keys = [f"{key}.{i}" for i in range(count)]
+        if not keys or not self._store.check(keys):
+            raise CommunicationError(f"store: expected {key}, got none: it was removed")
+        return np.frombuffer(b"".join(map(self._store.get, keys)), np.uint8)
+
+    def _delete(self, key: str) -> None:
+        if self._store.check([key]):
+            for i in range(int(self._store.get(key))):
+                self._store.delete_key(f"{key}.{i}")
+            self._store.delete_key(key)
+
+
+class ElasticMeans(Means):
+    """Means over the workers of an ElasticGroup; each is the only rank of its communicator.
+
+    Args:
+        group: of the workers.
+        signature: options and parameters, the same for all workers.
+    """
+
+    def __init__(self, group: ElasticGroup, signature: dict[str, Any], *given: Any) -> None:
+        super().__init__(*given)
+        self._group, self._signature = group, json.dumps(signature, default=str)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def regroup(self, params: Named | None = None) -> None:
+        if self._params:
+            raise RuntimeError("param_groups: expected the same ones in all rounds of an ElasticGroup, got others")
+        super().regroup(params)
+        state = self._group.enter(self._signature)
+        if state is not None:
+            self._load_shared(state)
+            for name, p in self._params.items():
+                p.copy_(self._shared[name])
+            self._catch_up()
+        else:
+            self._group.publish(0, self._saved, 0)
+
+    def _saved(self) -> bytes:
+        """Return the shared parameters and the state of the outer optimizers."""
+        file = io.BytesIO()
+        torch.save({"shared": self._shared, "outer": self._outer.state_dict()}, file)
+        return file.getvalue()
+
+    def _load_shared(self, state: bytes) -> None:
+        saved = torch.load(io.BytesIO(state), weights_only=True)
+        for name, t in saved["shared"].items():
+            self._shared[name].copy_(t)
+        self._outer.load_state_dict(saved["outer"])
+        self.replica.context.step = self._group.number
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def turn(self, flags: int = 0) -> Round:
+        if flags & JOINED:  # a worker without data takes a last mean, and leaves
+            self.mean()
+            self._group.leave()
+            return Round(JOINED)
+        self._catch_up(1)
+        return super().turn(flags)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def mean(self) -> None:
+        while self._under_way:
+            self._take()
+        for _ in range(self._pace.fragments):
+            self._catch_up(1)
+            self._begin(self._pace.fragment(self._next), 0)
+            self._take()
+
+    def _catch_up(self, last: int = 0) -> None:
+        """Take the means of rounds that were missed, or the newest state; what this worker has changed stays.
+
+        With `last`, so many are left, which `exchange` finds closed.
+        """
+        while not self._under_way and self._group.is_closed(self._next + last):
+            try:
+                self._begin(self._pace.fragment(self._next), 0)
+                self._take()
+            except CommunicationError:
+                before = {name: t.clone() for name, t in self._shared.items()}
+                self._load_shared(self._group.newest())
+                for name, p in self._params.items():
+                    p.add_((self._shared[name] - before[name]).to(p.device))
+
+    def _make_buckets(self, flags: int) -> None:
+        self._buckets.make({name for name, p in self._params.items() if takes_part(p)})
+
+    def _form(
+        self, number: int, buckets: list[tuple[Bucket, Compressor]], row: Row, weight: float, failed: Exception | None
+    ) -> tuple[Round, float]:
+        self.replica.context.step = number
+        if failed is not None:
+            raise failed
+        messages, arrays = [], []
+        for bucket, compressor in buckets:
+            assert bucket.gradient is not None
+            messages.append(compressor.message(compressor.compensate(bucket.gradient.array)))
+            arrays.append(compressor.encoded(messages[-1]))
+        found, included = self._group.exchange(number, weight, joined(arrays))
+        parts = [separated(one.message, len(buckets)) for one in found]
+        for i, (bucket, compressor) in enumerate(buckets):
+            compressor.size = len(found)
+            out = bucket.mean_buffer(compressor.keeps_gradient)
+            compressor.update(out, messages[i] if included else None, compressor.combined([own[i] for own in parts]))
+        total = math.fsum(one.weight for one in found)
+        self.replica.context.step = number + 1
+        trainable = {name for bucket, _ in buckets for name in bucket.layout.names}
+        return Round(0 if included else LATE, number, trainable=trainable), len(found) / total if total else 1.0
+
+    def _accept(self, bucket: Bucket, flags: int) -> None:
+        if flags & LATE:
+            bucket.versions.drop()
+            bucket.gradient = bucket.source = None
+        else:
+            super()._accept(bucket, flags)
+
+    def _apply(self, bucket: Bucket, factor: float, alpha: float, flags: int) -> None:
+        if not flags & LATE:
+            super()._apply(bucket, factor, alpha, flags)
+            return
+        before = {name: t.clone() for name, t in bucket.params.items()}
+        self._move(bucket, factor)
+        for name, shared in bucket.params.items():
+            self._params[name].add_((shared - before[name]).to(self._params[name].device))
+            self._moved.add(name)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.drop()
+        self._group.leave()
+
+    def _take(self) -> Round:
+        outcome = super()._take()
+        size = sum(t.nbytes for t in self._shared.values()) * 2
+        if not self._under_way:
+            self._group.publish(self.replica.context.step, self._saved, size)
+        return outcome

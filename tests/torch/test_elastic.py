@@ -1,0 +1,199 @@
+"""ElasticGroup: workers leave, die, return and join; none waits longer than the deadline, and no change is lost."""
+
+import random
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+from nets import batch, bits, close, loss_of, net, parameters  # noqa: E402
+
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import ElasticGroup, LocalOptimizer  # noqa: E402
+
+OPTIONS = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "dense_below": 0}
+
+
+def train(rank, optimizer, model, steps, start=0):
+    for t in range(start + 1, start + steps + 1):
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, t)).backward()
+        optimizer.step()
+
+
+def made(store, model, name, deadline=60.0, workers=1, **options):
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    group = ElasticGroup(store, deadline=deadline, workers=workers, name=name)
+    return LocalOptimizer(inner, model, group, **{**OPTIONS, **options})
+
+
+def together(*calls):
+    """The results of functions that run as threads."""
+    results = {}
+
+    def run(i, call):
+        try:
+            results[i] = call()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i, call)) for i, call in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    failed = [error for error in results.values() if isinstance(error, Exception)]
+    if failed:
+        raise failed[0]
+    return [results[i] for i in range(len(calls))]
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"fragments": 2, "delay": 1, "alpha": 0.5}])
+def test_workers_that_stay_train_as_ranks_do(options):
+    store = dist.HashStore()
+
+    def work(rank, model):
+        optimizer = made(store, model, f"worker {rank}", workers=3, **options)
+        train(rank, optimizer, model, 9)
+        optimizer.synchronize()
+        return bits(model), parameters(model)
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = LocalOptimizer(inner, model, comm, **OPTIONS, **options)
+        train(comm.rank, optimizer, model, 9)
+        engine = optimizer._engine
+        with torch.no_grad():
+            while engine._under_way:
+                engine._take()
+            for _ in range(options.get("fragments", 1)):
+                engine._begin(engine._pace.fragment(engine._next), 0)
+                engine._take()
+        return parameters(model)
+
+    models = [net() for _ in range(3)]
+    results = together(*(lambda rank=rank: work(rank, models[rank]) for rank in range(3)))
+    assert len({own for own, _ in results}) == 1
+    close(results[0][1], simulate(3, program).results[0], atol=1e-6)
+
+
+class Constant:
+    """A worker whose steps all move its one parameter by -rate, so that a formula tells where it ends."""
+
+    def __init__(self, store, rate, name, deadline, **options):
+        self.p, self.rate = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)), rate
+        group = ElasticGroup(store, deadline=deadline, name=name)
+        inner = torch.optim.SGD([self.p], 1.0)
+        self.group, self.optimizer = group, LocalOptimizer(inner, [("p", self.p)], group, every=2, **options)
+
+    def steps(self, count=2):
+        for _ in range(count):
+            self.p.grad = torch.full_like(self.p, self.rate)
+            self.optimizer.step()
+        return float(self.p.detach()[0])
+
+
+def test_a_worker_that_is_late_keeps_its_changes_and_one_that_joins_gets_the_shared_parameters():
+    store = dist.HashStore()
+    a, b = Constant(store, 1.0, "a", 0.3), Constant(store, 4.0, "b", 0.3)
+    assert a.steps() == -2.0 and a.group.contributors == ["a"]  # b has not come within the deadline
+    assert b.steps() == -10.0 and b.group.contributors == ["a"]  # -2 of a, and its own -8, which wait
+    c = Constant(store, 0.0, "c", 0.3)
+    assert float(c.p.detach()[0]) == -2.0
+    moved = together(a.steps, b.steps, c.steps)
+    assert moved == [-2.0 - (2 + 16 + 0) / 3] * 3
+    assert a.group.contributors == b.group.contributors and sorted(a.group.contributors) == ["a", "b", "c"]
+
+
+def test_means_are_weighted_and_a_worker_that_was_away_begins_with_the_newest_state():
+    store = dist.HashStore()
+    a, b = Constant(store, 1.0, "a", 0.2, weight=lambda: 3.0), Constant(store, 5.0, "b", 0.2, weight=lambda: 1.0)
+    assert together(a.steps, b.steps) == [-(3 * 2 + 10) / 4] * 2
+    for _ in range(40):  # states are written, and messages removed
+        alone = a.steps()
+    with pytest.raises(Exception, match="removed"):
+        b.group.read(1)
+    b.p.grad = torch.full_like(b.p, 5.0)
+    b.optimizer.step()
+    start = time.monotonic()
+    assert together(lambda: a.steps(), lambda: b.steps(1)) is not None
+    assert time.monotonic() - start < 5
+    b.optimizer.synchronize()
+    assert alone < -80
+
+
+def test_other_options_and_unsuited_compressors_are_refused():
+    store, model = dist.HashStore(), net()
+    made(store, model, "a")
+    with pytest.raises(ValueError, match="every: expected 4, as the other workers have, got 3"):
+        made(store, net(), "b", every=3)
+    with pytest.raises(
+        ValueError, match="compressor: expected 'none' or 'chunktopk' with an ElasticGroup, got 'powersgd'"
+    ):
+        made(store, net(), "b", compressor="powersgd")
+    with pytest.raises(TypeError, match=r"store: expected one of torch\.distributed"):
+        ElasticGroup({})
+
+
+class Killed(Exception):
+    """A worker has died."""
+
+
+@pytest.mark.parametrize("options", [{"compressor": "chunktopk"}, {"fragments": 2, "delay": 1, "alpha": 0.5}])
+def test_200_rounds_with_20_kills_and_20_joins(options):
+    """All that are left end with the same bits; no round takes longer than the deadline."""
+    store, draw, deadline, slowest = dist.HashStore(), random.Random(3), 0.4, []
+    kills = sorted(draw.sample(range(10, 180), 20))
+    dead, lock = [], threading.Lock()
+
+    def work(rank, model, first):
+        optimizer = made(store, model, f"worker {rank}", deadline, workers=first, **options)
+        exchange = optimizer._engine._group.exchange
+
+        def timed(number, *given):
+            with lock:
+                dies = bool(kills) and number >= kills[0] and rank % 4 == len(kills) % 4
+                if dies:
+                    kills.pop(0)
+            if dies and draw.random() < 0.5:
+                raise Killed
+            start = time.monotonic()
+            found = exchange(number, *given)
+            slowest.append(time.monotonic() - start)
+            if dies:
+                raise Killed
+            return found
+
+        optimizer._engine._group.exchange = timed
+        step = 0
+        while optimizer._engine._group.number < 200 and optimizer._engine._next < 200:
+            step += 1
+            try:
+                train(rank, optimizer, model, 1, step)
+            except Exception as error:
+                assert "Killed" in repr(error), error
+                with lock:
+                    dead.append(rank)
+                    return None
+        optimizer.synchronize()
+        return bits(model)
+
+    # every worker that dies is followed by one that joins, with the number of the next free worker
+    results = {}
+    models = [net() for _ in range(24)]
+
+    def chain(rank):
+        following = rank
+        while following < 24:
+            results[following] = work(following, models[following], 4)
+            if results[following] is not None:
+                return
+            following += 4
+
+    together(*(lambda rank=rank: chain(rank) for rank in range(4)))
+    left = [own for own in results.values() if own is not None]
+    assert len(dead) >= 15 and len(left) >= 1 and len(set(left)) == 1
+    assert max(slowest) < deadline + 1.0
