@@ -21,7 +21,16 @@ from sparsecoll.torch.reduction.rounds import ElasticGroup, ElasticMeans
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.replica.calls import JOINED, Options, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
-from sparsecoll.torch.tensors.model import Named, check_whole, describe, is_finite, model_of, named, of_optimizer
+from sparsecoll.torch.tensors.model import (
+    Named,
+    check_whole,
+    describe,
+    is_finite,
+    model_of,
+    named,
+    of_optimizer,
+    own_part,
+)
 from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, values_of
 from sparsecoll.transport import LocalTransport, as_transport
 from sparsecoll.transport.all_ranks import allgather
@@ -68,7 +77,9 @@ class LocalOptimizer(Wrapper):
     Args:
         optimizer: torch optimizer of floating-point parameters.
         named_parameters: as in `DistributedOptimizer`.
-        comm: as in `DistributedOptimizer`.
+        comm: as in `DistributedOptimizer`. For a model of fully_shard, whose shards a worker's ranks share, the process
+            group of the ranks of all workers that have the same shard, such as `mesh.get_group("worker")`; each rank
+            compresses its own shard.
         compressor: as in `DistributedOptimizer`, of the changes (default: "none").
         every: number of steps from one mean to the next (default: 10).
         outer_lr: learning rate of the step by the mean change (default: 1, which takes the mean of the parameters).
@@ -135,10 +146,10 @@ class LocalOptimizer(Wrapper):
             refuse_wrapped(model, "named_parameters")
             own, options = as_compressor(compressor), Options(bucket_bytes, dense_below, False, False, verify, timeout)
             given = of_optimizer(optimizer, named(named_parameters))
-            check_whole(given.values())
+            check_whole(given.values(), comm)
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             params = {name: p for name, p in given.items() if id(p) in stepped}
-            others = {name: p for name, p in given.items() if id(p) not in stepped}
+            others = {name: own_part(p) for name, p in given.items() if id(p) not in stepped}
             outers = _outer_optimizers(outer, list(params.values()), outer_lr, outer_momentum)
             if pace.fragments > len(params):
                 raise ValueError(f"fragments: expected at most one for each parameter, got {pace.fragments}")
@@ -147,7 +158,10 @@ class LocalOptimizer(Wrapper):
             call.signature |= {"alpha": alpha, "weight": "none" if weight is None else "given"}
             call.signature |= {"parts": [pace.known.get(id(p), -1) for p in params.values()]}
             call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
-            call.signature |= {**own.signature(), **describe(others, "other parameter")}
+            call.signature |= {
+                **own.signature(),
+                **describe({n: own_part(p) for n, p in others.items()}, "other parameter"),
+            }
             call.agree(entries=0)
             signature.update(call.signature, **describe(params))
             if group is not None and not own.stands_alone:
@@ -327,5 +341,5 @@ def _outer_optimizers(
 
 def _are_finite(values: Iterable[Any]) -> bool:
     """Return whether no tensor among these values has NaN or infinity."""
-    tensors = (values_of(v) for v in values if torch.is_tensor(v) and v.is_floating_point())
+    tensors = (own_part(values_of(v)) for v in values if torch.is_tensor(v) and v.is_floating_point())
     return all(map(is_finite, tensors))

@@ -18,7 +18,7 @@ from sparsecoll.torch.reduction.window import Window
 from sparsecoll.torch.replica.calls import JOINED, MEMBERS, Round, Row
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.tensors.layout import takes_part
-from sparsecoll.torch.tensors.model import is_finite
+from sparsecoll.torch.tensors.model import is_finite, own_part
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
@@ -106,7 +106,7 @@ class Means(Window):
                 self._check_finite(moved)
                 weight = self._pace.weight_of(replica.transport.rank)
                 for bucket, _ in buckets:
-                    bucket.take_changes(self._params, moved, weight)
+                    bucket.take_changes(self._own, moved, weight)
         except Exception as error:
             failed = error
 
@@ -136,7 +136,7 @@ class Means(Window):
 
         def digest(outcome: Round) -> int | None:
             first = not outcome.most and replica.transport.size > 1
-            return fingerprint(self._params.values()) if first else None
+            return fingerprint(self._own.values()) if first else None
 
         while outcome.flags & MEMBERS:
             row = replica.row(flags, [name in self._moved for name in self._shared])
@@ -148,7 +148,7 @@ class Means(Window):
 
     def _check_finite(self, names: Collection[str]) -> None:
         for name in (name for name in self._params if name in names):
-            if not is_finite(self._params[name]):
+            if not is_finite(own_part(self._params[name])):
                 raise NonFiniteError(
                     f"change of parameter {name!r}: expected finite values, got NaN or infinity: call discard() on all"
                     " ranks to give up the steps since the last mean"
@@ -239,12 +239,12 @@ class Means(Window):
         """Move the parameters of a bucket by its mean."""
         self._move(bucket, factor)
         for name, shared in bucket.params.items():
-            p = self._params[name]
+            p, own = self._params[name], own_part(self._params[name])
             if alpha and takes_part(p):
-                p.lerp_(shared.to(p.device), 1 - alpha)
+                own.lerp_(shared.to(own.device), 1 - alpha)
                 self._moved.add(name)
             else:
-                p.copy_(shared)
+                own.copy_(shared)
                 self._moved.discard(name)
 
 

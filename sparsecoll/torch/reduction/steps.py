@@ -28,7 +28,7 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.replica.guards import warn_of_adam, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.model import Named, own_part
 from sparsecoll.torch.tensors.private import indices_of, is_trial_step, values_of, version
 
 
@@ -310,18 +310,18 @@ class _Mark(NamedTuple):
 
     def is_old(self) -> bool:
         """Return whether the version or the address has changed."""
-        return version(self.param) != self.version or _local(self.param).data_ptr() != self.address
+        return version(self.param) != self.version or own_part(self.param).data_ptr() != self.address
 
     def differs(self) -> bool:
         """Return whether a value of the sample has changed."""
         length = self.sample.shape[0] if self.sample.dim() else 1
-        return not torch.equal(_part(_local(self.param), self.start, length), self.sample)
+        return not torch.equal(_part(own_part(self.param), self.start, length), self.sample)
 
     def of_gradient(self) -> str:
         """Return KEPT, ZERO or GONE."""
         if self.param.grad is None:
             return GONE
-        gradient = _local(self.param.grad)
+        gradient = own_part(self.param.grad)
         values = values_of(gradient).detach()
         first = values.narrow(0, 0, min(1, values.shape[0])) if values.dim() else values
         if first.any() or values.any():
@@ -331,8 +331,8 @@ class _Mark(NamedTuple):
 
 @torch.no_grad()
 def _mark(p: torch.Tensor) -> _Mark:
-    values = _local(p)
-    mean = None if p.grad is None else _local(p.grad)
+    values = own_part(p)
+    mean = None if p.grad is None else own_part(p.grad)
     start, length = _range(values, mean)
     sample = _part(values, start, length).detach().clone()
     searched = mean is not None and not mean.is_sparse and mean.device.type == "cpu"
@@ -356,14 +356,8 @@ def _part(values: torch.Tensor, start: int, length: int) -> torch.Tensor:
     return values[start : start + length] if values.dim() else values
 
 
-def _local(t: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor that are on this rank."""
-    local: torch.Tensor = t.to_local().detach() if hasattr(t, "to_local") else t
-    return local
-
-
 def _identity(gradient: torch.Tensor | None) -> tuple[int, int]:
     """Return the address and the version of a gradient; zeros for None."""
     if gradient is None:
         return 0, 0
-    return values_of(_local(gradient)).data_ptr(), version(gradient)
+    return values_of(own_part(gradient)).data_ptr(), version(gradient)

@@ -18,7 +18,7 @@ from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, local_of, rena
 from sparsecoll.torch.replica.calls import Options
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.tensors.layout import takes_part
-from sparsecoll.torch.tensors.model import Buffers, Named, options_of
+from sparsecoll.torch.tensors.model import Buffers, Named, options_of, own_part
 from sparsecoll.transport import Transport
 
 
@@ -72,6 +72,11 @@ class Window(Owner):
         rates = [options_of(own) for own in self._outer.optimizers]
         return {f"outer[{i}]: {name}": value for i, own in enumerate(rates) for name, value in own.items()}
 
+    @property
+    def _own(self) -> Named:
+        """This rank's values by name."""
+        return {name: own_part(p) for name, p in self._params.items()}
+
     def use(self, transport: Transport) -> None:
         """Communicate over this transport from now on. All ranks create their optimizers in the same order."""
         self.drop()
@@ -98,7 +103,8 @@ class Window(Owner):
         with self.replica.all_or_none(self.release, *changing) as begin:
             added = self.members.added(self.members.named() if params is None else params)
             stay, others = self.members.kept(), others_of(self, added)
-            shared = {name: p.detach().to(self._device or p.device, copy=True) for name, p in added.items()}
+            parts = {name: own_part(p.detach()) for name, p in added.items()}
+            shared = {name: t.to(self._device or t.device, copy=True) for name, t in parts.items()}
             signature = changes(added if self._params else (), self._params.keys() - stay.keys())
             self.replica.introduce(shared, signature, lambda: check_added(added, stay))
             begin()
@@ -113,8 +119,8 @@ class Window(Owner):
                 own.update(all_now)
             order = [name for name, _ in self._names() if name in self._shared]  # as if they had been there always
             self._outer.use({n: self._params[n] for n in dict.fromkeys([*order, *self._shared])}, self._shared)
-            for name, p in added.items():
-                p.copy_(shared[name])
+            for name, t in parts.items():
+                t.copy_(shared[name])
         take_over(self, others, added)
 
     @torch.inference_mode(False)
@@ -135,7 +141,7 @@ class Window(Owner):
         """
         names = {name for name, p in self._params.items() if name not in self._moved and takes_part(p)}
         for name in names:
-            own = self._params[name]
+            own = own_part(self._params[name])
             if not torch.equal(self._shared[name].to(own.device), own):
                 self._shared[name].copy_(own)
                 self.replica.suspect = True
@@ -153,11 +159,11 @@ class Window(Owner):
         behind = self._moved | self._last | {other for other, p in self._params.items() if takes_part(p)}
         if everything:
             for other in self._shared.keys() - behind:
-                self._shared[other].copy_(self._params[other])
+                self._shared[other].copy_(self._own[other])
             behind = set(self._shared)
         self.replica.follow(name, *self._outer.optimizers, root=root)
         for other in behind:
-            self._params[other].copy_(self._shared[other])
+            self._own[other].copy_(self._shared[other])
         self.steps, self._moved, self._loaded, self._refused = 0, set(), {}, None
 
     def drop(self) -> None:
@@ -187,7 +193,7 @@ class Window(Owner):
             raise self._refused
         wait([mean.result for mean in self._under_way])  # whose changes are saved like others
         names = sorted(self._moved)
-        both = zip(MOVED, (self._shared, self._params), strict=True)
+        both = zip(MOVED, (self._shared, self._own), strict=True)
         own = {kind: {name: tensors[name].detach().clone() for name in names} for kind, tensors in both}
         state = renamed_state(self._buckets.state_dict(), self.members.kept())
         return {STATE: state, LOCAL: {"steps": self.steps, "outer": self._outer.state_dict(), **own}}
@@ -200,7 +206,7 @@ class Window(Owner):
         own: dict[str, Any] = {"steps": 0, "outer": None, "shared": {}, "own": {}}
 
         def checked() -> Any:
-            own.update(local_of(state, self._params))
+            own.update(local_of(state, self._own))
             return state.get(STATE)
 
         def load_all() -> None:
@@ -209,7 +215,7 @@ class Window(Owner):
 
         self._buckets.load_state_dict(checked, load_all)
         with torch.no_grad():
-            for tensors, kind in ((self._shared, "shared"), (self._params, "own")):
+            for tensors, kind in ((self._shared, "shared"), (self._own, "own")):
                 for name, t in own[kind].items():
                     tensors[name].copy_(t)
         self.steps, self._moved, self._last = own["steps"], set(own["own"]), set()
@@ -220,7 +226,7 @@ class Window(Owner):
         """Check at the next step that parameters have the values of a loaded state; if not, the next mean raises."""
         loaded, self._loaded = self._loaded, {}
         for name, t in loaded.items():
-            if not torch.equal(self._params[name], t.to(self._params[name])):
+            if not torch.equal(self._own[name], t.to(self._own[name])):
                 self._refused = CommunicationError(
                     f"parameter {name!r}: expected its value in the state, which was saved between two means on this"
                     " rank, got another: load the model before the optimizer, and change nothing before the next step"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sparsecoll.torch.replica.calls import collective, communicator
-from sparsecoll.torch.tensors.model import check_whole, describe
+from sparsecoll.torch.tensors.model import check_whole, describe, own_part
 from sparsecoll.torch.tensors.private import indices_of, values_of
 from sparsecoll.transport import Transport, all_ranks
 from sparsecoll.transport.call import CollectiveCall
@@ -25,7 +25,7 @@ def broadcast_tensors(transport: Transport, tensors: Iterable[torch.Tensor], roo
     if transport.size == 1:
         return
     groups: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
-    for t in (part for whole in tensors for part in _parts(whole)):
+    for t in (part for whole in tensors for part in _parts(own_part(whole))):
         if t.numel():
             lists = groups.setdefault((t.dtype, t.device), [[]])
             if sum(other.nbytes for other in lists[-1]) > MESSAGE_BYTES:
@@ -83,6 +83,8 @@ def _leveled(p: torch.Tensor, own: Any, roots: Any, tensors: list[torch.Tensor])
 
 def _made(p: torch.Tensor, shape: list[int], dtype: torch.dtype, *stored: int) -> torch.Tensor:
     """Return a tensor of state of a parameter, to be filled; a coalesced sparse one if entries are `stored`."""
+    if not stored and hasattr(p, "to_local") and shape == list(p.shape):
+        return torch.zeros_like(p, dtype=dtype, requires_grad=False)
     if not stored:
         return torch.zeros(shape, dtype=dtype, device=p.device if shape else "cpu")
     dims, nnz = stored

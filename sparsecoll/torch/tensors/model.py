@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from sparsecoll.torch.tensors.private import has_buffers, is_flat, version
 
@@ -182,8 +183,8 @@ def describe(tensors: Mapping[str, torch.Tensor], kind: str = "parameter") -> di
     }
 
 
-def check_whole(params: Iterable[torch.Tensor]) -> None:
-    """Raise unless every rank holds all values of these parameters.
+def check_whole(params: Iterable[torch.Tensor], comm: Any = None) -> None:
+    """Raise unless every rank holds all values of these parameters, or a DTensor's part that no other of `comm` has.
 
     Raises:
         TypeError: one is a DTensor or ShardedTensor, or FSDP's flat parameter, or it has no values yet.
@@ -196,11 +197,26 @@ def check_whole(params: Iterable[torch.Tensor]) -> None:
                 f" the model its values first ({cure})"
             )
         kinds = {base.__name__ for base in type(p).__mro__}
+        if isinstance(comm, dist.ProcessGroup) and "DTensor" in kinds:
+            shared = {*dist.get_process_group_ranks(comm)} & {*p.device_mesh.mesh.flatten().tolist()}  # type: ignore[attr-defined]
+            if shared == {dist.get_rank()}:
+                continue
+            raise ValueError(
+                f"comm: expected the group across workers, with one rank of the mesh of a DTensor, got ranks"
+                f" {sorted(shared)} of it: shard on one dimension of a mesh, and pass the group of the other one"
+            )
         if kinds & {"DTensor", "ShardedTensor"} or is_flat(p):
             raise TypeError(
                 f"params: expected whole tensors on every rank, got a {type(p).__name__} as FSDP and tensor parallelism"
-                " make: use sparsecoll.torch.fsdp.attach and a plain optimizer for a model of fully_shard"
+                " make: use sparsecoll.torch.fsdp.attach and a plain optimizer for a model of fully_shard, or"
+                " LocalOptimizer with the process group across workers"
             )
+
+
+def own_part(t: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor that are on this rank: of a DTensor, its local tensor."""
+    part: torch.Tensor = t.to_local().detach() if hasattr(t, "to_local") else t
+    return part
 
 
 def is_finite(t: torch.Tensor) -> bool:
