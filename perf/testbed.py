@@ -2,7 +2,8 @@
 
     python perf/testbed.py run --hosts 4 --rate 1gbit -- python perf/allreduce.py
 
-A token bucket at both ends of each link limits the rate in each direction; no delay is added. MPICH starts one or more
+A token bucket at both ends of each link limits the rate in each direction. With `--delay`, the links end in a process
+(tun devices) that lets each packet wait, also where the kernel has no netem. MPICH starts one or more
 processes per host and uses TCP between all of them. The hosts share processors and memory; a rank's kernels use as many
 threads as there are processors for each rank (SPARSECOLL_THREADS). Each host has a name of its own, as nodes have.
 
@@ -11,14 +12,21 @@ Needs Linux, root, iproute2 (ip, tc), util-linux (unshare) and MPICH. `up` makes
 
 import argparse
 import contextlib
+import fcntl
+import heapq
+import itertools
+import json
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -26,6 +34,7 @@ from pathlib import Path
 from sparsecoll.kernels import threads
 
 SUBNET, BRIDGE, MOST_HOSTS = "10.77.0", "sparsecoll", 200
+QUEUE = 0.2  # seconds
 LAUNCHER = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host={bridge}-${{1##*.}}
@@ -72,10 +81,10 @@ class Testbed:
 
     __test__ = False  # not a test class, whatever pytest thinks of its name
 
-    def __init__(self, hosts=4, rate="1gbit"):
+    def __init__(self, hosts=4, rate="1gbit", delay=0.0):
         if not 1 <= hosts <= MOST_HOSTS:
             raise ValueError(f"hosts: expected 1 to {MOST_HOSTS}, got {hosts}")
-        self.hosts, self.rate = hosts, rate
+        self.hosts, self.rate, self.delay = hosts, rate, delay
 
     def __enter__(self):
         self.up()
@@ -90,6 +99,8 @@ class Testbed:
             raise TestbedError(f"testbed: expected {lacking}")
         down()
         try:
+            if self.delay:
+                return self._switched()
             _ip("link", "add", BRIDGE, "type", "bridge")
             _ip("addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
             _ip("link", "set", BRIDGE, "up")
@@ -98,6 +109,27 @@ class Testbed:
         except BaseException:
             down()
             raise
+
+    def _switched(self):
+        """Connect the hosts by a switch; the process ends with the last of its devices."""
+        bits = (
+            float(re.match(r"[0-9.]+", self.rate)[0])
+            * {"k": 1e3, "m": 1e6, "g": 1e9}[self.rate.lstrip("0123456789.")[0]]
+        )
+        command = [
+            sys.executable,
+            __file__,
+            "switch",
+            "--hosts",
+            self.hosts,
+            "--delay",
+            self.delay,
+            "--rate",
+            int(bits),
+        ]
+        switch = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, start_new_session=True, text=True)
+        if switch.stdout.readline() != "ready\n":
+            raise TestbedError("testbed: expected tun devices (/dev/net/tun)")
 
     def _add(self, host):
         space, outside, inside = f"{BRIDGE}-{host}", f"scb{host}", "eth0"
@@ -110,6 +142,54 @@ class Testbed:
         _ip("-n", space, "link", "set", inside, "up")
         _ip("-n", space, "link", "set", "lo", "up")
         _ip("netns", "exec", space, "tc", "qdisc", "add", "dev", inside, *shape)
+
+
+def switch(hosts, delay, rate):
+    """Pass packets on between hosts until their devices are gone.
+
+    Each packet leaves when its sender's link and its receiver's are free, and arrives `delay` seconds later. It is
+    dropped where more than QUEUE seconds of packets wait, and what fits in a millisecond is a packet of full size.
+    """
+    size = max(1500, min(60000, int(rate / 8e3)))
+    devices = {}
+    for host in [*range(1, hosts + 1), 254]:
+        device, name = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK), f"scb{host}" if host < 254 else BRIDGE
+        fcntl.ioctl(device, 0x400454CA, struct.pack("16sH22x", name.encode(), 0x1001))  # TUNSETIFF, IFF_TUN | IFF_NO_PI
+        devices[host], at = device, []
+        if host < 254:
+            at = ["-n", f"{BRIDGE}-{host}"]
+            _ip("netns", "add", at[1])
+            _ip("link", "set", name, "netns", at[1])
+            _ip(*at, "link", "set", name, "name", "eth0")
+            _ip(*at, "link", "set", "lo", "up")
+        name = "eth0" if at else name
+        _ip(*at, "addr", "add", f"{SUBNET}.{host}/24", "dev", name)
+        _ip(*at, "link", "set", name, "mtu", str(size), "up")
+    print("ready", flush=True)
+    free, waiting, of = {(host, way): 0.0 for host in devices for way in (0, 1)}, [], {d: h for h, d in devices.items()}
+    order = itertools.count()
+    while True:
+        pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 1.0
+        ready = select.select(list(of), [], [], pause)[0]
+        now = time.monotonic()
+        for device in ready:
+            try:
+                packet = os.read(device, 1 << 16)
+            except BlockingIOError:
+                continue
+            except OSError:  # the namespace is gone
+                return
+            sender, receiver = of[device], packet[19] if packet[0] >> 4 == 4 else 0
+            if receiver not in devices or free[sender, 0] > now + QUEUE:
+                continue
+            for link in ((sender, 0), (receiver, 1)):
+                free[link] = max(now, free[link]) + 8 * len(packet) / rate
+            leaves = max(free[sender, 0], free[receiver, 1])
+            heapq.heappush(waiting, (leaves + delay, next(order), devices[receiver], packet))
+        while waiting and waiting[0][0] <= now:
+            *_, device, packet = heapq.heappop(waiting)
+            with contextlib.suppress(OSError):
+                os.write(device, packet)
 
 
 def hosts_up():
@@ -133,9 +213,9 @@ def down():
 
 def link_bytes():
     """Return the bytes that have crossed each host's link."""
-    folders = [Path("/sys/class/net", f"scb{host}", "statistics") for host in hosts_up()]
-    of = {way: [int((folder / f"{way}_bytes").read_text()) for folder in folders] for way in ("rx", "tx")}
-    return list(map(LinkBytes, of["rx"], of["tx"]))  # of the outer end, which receives what the host sends
+    shown = [json.loads(_ip("-n", f"{BRIDGE}-{host}", "-s", "-j", "link", "show", "eth0")) for host in hosts_up()]
+    counts = [links[0]["stats64"] for links in shown]
+    return [LinkBytes(own["tx"]["bytes"], own["rx"]["bytes"]) for own in counts]
 
 
 def command_line(command, launcher, per_host=1):
@@ -172,16 +252,19 @@ def run(command, per_host=1, timeout=None, capture=False):
 def main():
     """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("up", "run", "down"))
+    parser.add_argument("action", choices=("up", "run", "down", "switch"))
     parser.add_argument("--hosts", type=int, help="default 4")
     parser.add_argument("--rate", help="of every link, as tc writes it; default 1gbit")
+    parser.add_argument("--delay", type=float, help="milliseconds from one host to another; default 0")
     parser.add_argument("--per-host", type=int, default=1, help="processes a host")
     parser.add_argument("--timeout", type=float, help="seconds")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, command = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]  # after it: an MPI program, for `run`
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and the hosts go down
-    wanted = {name: value for name in ("hosts", "rate") if (value := getattr(options, name)) is not None}
+    wanted = {name: value for name in ("hosts", "rate", "delay") if (value := getattr(options, name)) is not None}
     try:
+        if options.action == "switch":
+            return switch(options.hosts, options.delay / 1e3, float(options.rate))
         if options.action == "down":
             return down()
         if options.action == "up":

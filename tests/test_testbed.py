@@ -131,3 +131,26 @@ def test_what_is_missing_is_named(monkeypatch):
     assert testbed.hosts_up() == []
     with pytest.raises(ValueError, match="hosts: expected 1 to 200, got 0"):
         testbed.Testbed(0)
+
+
+ECHO = (
+    "import socket; s = socket.create_server(('', 5555)); print('up', flush=True); c = s.accept()[0]; c.send(c.recv(9))"
+)
+ASK = """
+import socket, time
+c = socket.create_connection(("10.77.0.2", 5555))
+start = time.monotonic()
+c.send(b"question")
+print(c.recv(9), time.monotonic() - start)
+"""
+
+
+def test_packets_wait_where_links_have_a_delay(hosts):
+    python = ["ip", "netns", "exec", f"{testbed.BRIDGE}-2", sys.executable, "-c"]
+    with testbed.Testbed(2, "100mbit", delay=20):
+        echo = subprocess.Popen([*python, ECHO], stdout=subprocess.PIPE, text=True)
+        assert echo.stdout.readline() == "up\n"
+        python[3] = f"{testbed.BRIDGE}-1"
+        answer = subprocess.run([*python, ASK], capture_output=True, text=True, timeout=60, check=True).stdout
+        echo.communicate(timeout=60)
+    assert answer.startswith("b'question'") and float(answer.split()[1]) >= 0.04
