@@ -133,9 +133,13 @@ def test_what_is_missing_is_named(monkeypatch):
         testbed.Testbed(0)
 
 
-ECHO = (
-    "import socket; s = socket.create_server(('', 5555)); print('up', flush=True); c = s.accept()[0]; c.send(c.recv(9))"
-)
+ECHO = """
+import socket
+server = socket.create_server(("", 5555))
+print("up", flush=True)
+client = server.accept()[0]
+client.send(client.recv(9))
+"""
 ASK = """
 import socket, time
 c = socket.create_connection(("10.77.0.2", 5555))

@@ -241,3 +241,34 @@ def test_wrong_paces_are_refused_on_all_ranks():
             train(comm, optimizer, model, 12)
 
     simulate(2, program)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+def test_several_inner_optimizers_step_together_and_resume():
+    def program(comm):
+        model = net()
+        matrices, others = ([p for p in model.parameters() if (p.ndim == 2) is kind] for kind in (True, False))
+
+        def inner():
+            return [torch.optim.Muon(matrices, 0.02), torch.optim.AdamW(others, 0.01)]
+
+        made_of = inner()
+        schedule = torch.optim.lr_scheduler.StepLR(made_of[0], 1, 0.5)
+        optimizer = LocalOptimizer(made_of, model, comm, every=3, dense_below=0)
+        train(comm, optimizer, model, 4)
+        schedule.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(comm, optimizer, model, 5, 4)
+        expected = bits(model)
+        model.load_state_dict(saved[0])
+        resumed = LocalOptimizer(inner(), model, comm, every=3, dense_below=0)
+        model.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(comm, resumed, model, 5, 4)
+        assert bits(model) == expected
+        with pytest.raises(RuntimeError, match="expected one inner optimizer, got several"):
+            resumed.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+        return expected
+
+    assert len(set(simulate(2, program).results)) == 1

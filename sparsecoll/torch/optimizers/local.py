@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.optimizers.distributed import Wrapper
+from sparsecoll.torch.optimizers.together import Together
 from sparsecoll.torch.reduction.grad_scaler import forget
 from sparsecoll.torch.reduction.means import Means
 from sparsecoll.torch.reduction.pace import OuterOptimizers, Pace
@@ -75,7 +76,7 @@ class LocalOptimizer(Wrapper):
     mean raises CommunicationError otherwise.
 
     Args:
-        optimizer: torch optimizer of floating-point parameters.
+        optimizer: torch optimizer of floating-point parameters, or several that step together, as Muon and AdamW.
         named_parameters: as in `DistributedOptimizer`.
         comm: as in `DistributedOptimizer`. For a model of fully_shard, whose shards a worker's ranks share, the process
             group of the ranks of all workers that have the same shard, such as `mesh.get_group("worker")`; each rank
@@ -117,7 +118,7 @@ class LocalOptimizer(Wrapper):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
         comm: Any = None,
         compressor: str | Compressor | Algorithm = "none",
@@ -136,6 +137,7 @@ class LocalOptimizer(Wrapper):
         verify: bool | int = 0,
         timeout: float | None = None,
     ) -> None:
+        optimizer = Together(optimizer) if isinstance(optimizer, Sequence) else optimizer
         super().__init__(optimizer)
         group = comm if isinstance(comm, ElasticGroup) else None
         transport = LocalTransport() if group else communicator(comm, timeout)
