@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.tensors.layout import CPU, Array, Layout
+from sparsecoll.torch.tensors.model import is_finite
 from sparsecoll.transport import Transport
 
 # by parameter: its new gradient, and memory and offset of the old one, where others may have this memory
@@ -94,11 +94,16 @@ class Bucket:
         """Take weight * (the named parameters - their values of `now`), and zeros for the others."""
         for name, view in self.layout.split(self.gradient_buffer().tensor).items():
             self._check(name, now[name])
-            view.zero_()
-            if name in names:
-                view.copy_(self.params[name]).sub_(now[name].to(view.device))
-                if weight != 1.0:
-                    view.mul_(weight)
+            if name not in names:
+                view.zero_()
+                continue
+            shared, own = self.params[name], now[name].to(view.device)
+            if shared.dtype == own.dtype == view.dtype:
+                torch.sub(shared, own, out=view)
+            else:
+                view.copy_(shared).sub_(own)
+            if weight != 1.0:
+                view.mul_(weight)
 
     def _is_flat(self, p: torch.Tensor) -> bool:
         """Whether a parameter's gradient could be a part of the flat vector as it is; devices other than CPUs copy."""
@@ -232,7 +237,7 @@ class Bucket:
 
     def mean_is_finite(self) -> bool:
         """Return whether no mean is NaN or infinite."""
-        return self.mean is None or bool(np.isfinite(self.mean.array).all())
+        return self.mean is None or is_finite(self.mean.tensor)
 
     def nan(self, name: str) -> torch.Tensor:
         """Return a gradient of a parameter that is NaN."""

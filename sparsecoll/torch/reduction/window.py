@@ -18,7 +18,7 @@ from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, local_of, rena
 from sparsecoll.torch.replica.calls import Options
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.tensors.layout import takes_part
-from sparsecoll.torch.tensors.model import Buffers, Named, options_of, own_part
+from sparsecoll.torch.tensors.model import Buffers, Named, are_equal, options_of, own_part
 from sparsecoll.transport import Transport
 
 
@@ -142,7 +142,7 @@ class Window(Owner):
         names = {name for name, p in self._params.items() if name not in self._moved and takes_part(p)}
         for name in names:
             own = own_part(self._params[name])
-            if not torch.equal(self._shared[name].to(own.device), own):
+            if not are_equal(self._shared[name].to(own.device), own):
                 self._shared[name].copy_(own)
                 self.replica.suspect = True
         return names

@@ -108,7 +108,7 @@ class Buffers:
             raised.append(any(b is not then[name] for name, b in now.items()) or _versions(now) != versions)
             differ.append(
                 raised[-1]
-                or any(name not in copies or not _equal(b, copies[name]) for name, b in _compared(now).items())
+                or any(name not in copies or not are_equal(b, copies[name]) for name, b in _compared(now).items())
             )
         self._raised, self._differ = raised, differ
         return differ
@@ -151,7 +151,8 @@ def _copies(tensors: Named) -> Named:
     return {name: b.detach().clone() for name, b in _compared(tensors).items()}
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same values, on the CPU whether they have the same bits."""
     if a.device != b.device:
         return False
     if a.is_cpu and a.is_contiguous() and b.is_contiguous() and a.nbytes % 8 == 0 and a.numel():

@@ -1,0 +1,98 @@
+"""Seconds that DiLoCo waits in a round, over links of any rate and delay, beside a plain sum by gloo.
+
+    python perf/testbed.py run --rate 100mbit --delay 20 -- python perf/diloco.py --json perf/results/diloco.json
+
+A step sleeps for `--compute` seconds and moves all parameters by noise; what the optimizer takes beyond that is waiting.
+"""
+
+import time
+
+import harness
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import sparsecoll.torch
+from sparsecoll.torch.compressors import QSGD, ChunkedTopK
+from sparsecoll.transport import as_transport, default_comm
+from sparsecoll.transport.all_ranks import allgather
+
+STREAM = {"fragments": 4, "alpha": 0.5}
+LINES = {
+    "gloo, all values": None,
+    "DiLoCo, all values": {},
+    "DiLoCo, 4 bits": {"compressor": QSGD(4, feedback=True)},
+    "SparseLoCo": {"preset": "sparseloco"},
+    "SparseLoCo, requantized": {"preset": "sparseloco", "compressor": ChunkedTopK(decay=0.95, requantize=True)},
+    "DiLoCo, all values, streaming": {**STREAM, "delay": 29},
+    "SparseLoCo, streaming": {"preset": "sparseloco", **STREAM, "delay": 6},
+}
+
+
+class Noise(torch.optim.SGD):
+    """Moves parameters as a training step would, in little time."""
+
+    def step(self, closure=None):
+        """Add noise from a small table."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.view(-1, 1000).add_(torch.randn(1000), alpha=1e-3)
+
+
+class Gloo:
+    """DiLoCo by hand: the mean of the changes in one call."""
+
+    def __init__(self, inner, model, every):
+        self.inner, self.params, self.every, self.count = inner, list(model.parameters()), every, 0
+        self.shared = [p.detach().clone() for p in self.params]
+
+    def step(self):
+        """A step, with a mean after `every` of them."""
+        self.inner.step()
+        self.count += 1
+        if self.count % self.every == 0:
+            flat = torch.cat([(s - p.detach()).view(-1) for s, p in zip(self.shared, self.params, strict=True)])
+            dist.all_reduce(flat)
+            parts = flat.div_(dist.get_world_size()).split([p.numel() for p in self.params])
+            for s, p, part in zip(self.shared, self.params, parts, strict=True):
+                p.data.copy_(s.sub_(part.view_as(s)))
+
+
+def measure(options, line, model):
+    """Return the row of a line: per round, seconds of waiting on the slowest rank and megabytes received."""
+    inner, given, every = Noise(model.parameters(), 1.0), LINES[line], options.every
+    optimizer = sparsecoll.torch.DiLoCo(inner, model, every=every, **given) if given is not None else Gloo(inner, model, every)
+    transport, rounds = as_transport(None), options.rounds
+    waits, host = np.zeros(rounds + 1), 0
+    for step in range((rounds + 1) * every):
+        if step == every:  # after a first round
+            host = harness.link_bytes(options.interface)[1]
+        start = time.perf_counter()
+        inner.step()
+        own = time.perf_counter() - start
+        time.sleep(options.compute)
+        start = time.perf_counter()
+        optimizer.step()
+        waits[step // every] += max(0.0, time.perf_counter() - start - own)
+    host = (harness.link_bytes(options.interface)[1] - host) / rounds / 1e6
+    if given is not None:
+        optimizer.close()
+    slowest = allgather(transport, waits[1:]).max(axis=0)
+    row = {"line": line, "P": dist.get_world_size(), "parameters": sum(p.numel() for p in model.parameters())}
+    row |= {"every": every, "compute": options.compute, "rate": options.rate, "delay ms": options.delay}
+    return row | {"seconds": float(np.median(slowest)), "most": float(slowest.max()), "MB received": host}
+
+
+def main():
+    """Run the lines."""
+    own = {"every": 30, "rounds": 3, "compute": 0.4, "million": 20, "rate": "", "delay": 0.0, "interface": "eth0"}
+    options = harness.options(__doc__, lines=list(LINES), **own)
+    harness.start_gloo(default_comm(), options.interface)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(options.million)]
+    rows = (measure(options, line, torch.nn.Sequential(*layers)) for line in options.lines)
+    harness.record(rows, options, dist.get_rank(), key=("line", "rate", "delay ms", "compute"))
+
+
+if __name__ == "__main__":
+    main()
