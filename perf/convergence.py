@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from sparsecoll import simulate
 from sparsecoll.bench.timing import about
 from sparsecoll.cli import style
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, OneBitAdam, SparseSGD
+from sparsecoll.torch import DiLoCo, DistributedOptimizer, LocalOptimizer, OneBitAdam, SparseSGD
 from sparsecoll.torch.compressors import ACPSGD, COMPRESSORS, COVAP, QSGD, PowerSGD, TopKCompressor
 from sparsecoll.torch.compressors.schedule import WarmUp
 from sparsecoll.transport import default_comm
@@ -67,6 +67,7 @@ PAPERS = {  # more of the papers' baselines
     "densestream 5 %": corrected("densestream", density=0.05),
 }
 DROP_IN, ONE_BIT, LOCAL = "SparseSGD", "OneBitAdam", "10 local steps, 10 %, 4 bits"
+DILOCO = {f"DiLoCo, {preset}": {"preset": preset} for preset in ("diloco", "streaming", "sparseloco")}
 SPARSE = {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)} | {DROP_IN: {}}
 OTHERS = {
     "dense": lambda *_: "none",
@@ -77,7 +78,7 @@ OTHERS = {
     "covap I = 4": lambda *_: COVAP(4),
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
     LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
-    ONE_BIT: lambda *_: None,
+    **dict.fromkeys((ONE_BIT, *DILOCO), lambda *_: None),
 }
 CORRECTED |= PAPERS
 PAPERS |= {line: lambda *_: "none" for line in (f"dense{ALONE}", *SPARSE) if line != DROP_IN} | {
@@ -96,7 +97,11 @@ DDP = {  # lines of `wide`: functions that register a hook
 
 def made_for(task, line):
     """Whether a line differs from others with the optimizer of a task."""
-    return line not in (*SHORTER, DROP_IN) and "Nesterov" not in line if task.adam else line not in (LOCAL, ONE_BIT)
+    return (
+        line not in (*SHORTER, DROP_IN) and "Nesterov" not in line
+        if task.adam
+        else line not in (LOCAL, ONE_BIT, *DILOCO)
+    )
 
 
 def optimizers(task, line, model, comm, steps):
@@ -116,6 +121,8 @@ def optimizers(task, line, model, comm, steps):
         inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else momentum)
     if line in DDP:
         return inner, inner
+    if line in DILOCO:
+        return inner, DiLoCo(inner, model, comm, **DILOCO[line])
     compressor = LINES[line](task, steps)
     common = {"bucket_bytes": 1 << 18 if line.startswith("covap") else 25 << 20}  # it filters buckets
     common["dense_below"] = 0 if ", 4 bits" in line else 1024

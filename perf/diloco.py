@@ -2,10 +2,11 @@
 
     python perf/testbed.py run --rate 100mbit --delay 20 -- python perf/diloco.py --json perf/results/diloco.json
 
-A step sleeps for `--compute` seconds and moves all parameters by noise; what the optimizer takes beyond that is waiting.
+A step sleeps for `--compute` seconds and moves all parameters by noise; the time beyond that is waiting.
 """
 
 import time
+from functools import partial
 
 import harness
 import numpy as np
@@ -61,7 +62,9 @@ class Gloo:
 def measure(options, line, model):
     """Return the row of a line: per round, seconds of waiting on the slowest rank and megabytes received."""
     inner, given, every = Noise(model.parameters(), 1.0), LINES[line], options.every
-    optimizer = sparsecoll.torch.DiLoCo(inner, model, every=every, **given) if given is not None else Gloo(inner, model, every)
+    optimizer = (
+        sparsecoll.torch.DiLoCo(inner, model, every=every, **given) if given is not None else Gloo(inner, model, every)
+    )
     transport, rounds = as_transport(None), options.rounds
     waits, host = np.zeros(rounds + 1), 0
     for step in range((rounds + 1) * every):

@@ -9,6 +9,7 @@ import sparsecoll_backend
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 from sparsecoll.torch.compressors.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.ddp import HookState, comm_hook
+from sparsecoll.torch.optimizers.diloco import DiLoCo
 from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
 from sparsecoll.torch.optimizers.local import LocalOptimizer
 from sparsecoll.torch.optimizers.onebit import OneBitAdam
@@ -24,6 +25,7 @@ __all__ = [
     "COMPRESSORS",
     "Compressor",
     "Constant",
+    "DiLoCo",
     "DistributedOptimizer",
     "ElasticGroup",
     "HookState",

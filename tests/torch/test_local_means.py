@@ -112,7 +112,10 @@ def test_an_exception_at_any_line_is_raised_on_all_ranks():
 
     def program(comm, target):
         model = net()
-        optimizer, lines = local(comm, model), Lines(lambda code: code.co_filename in (means.__file__, window.__file__), target)
+        optimizer, lines = (
+            local(comm, model),
+            Lines(lambda code: code.co_filename in (means.__file__, window.__file__), target),
+        )
         train(comm, model, optimizer, range(3))
         loss_of(model, batch(comm.rank, 9)).backward()
         with lines if comm.rank == 1 else contextlib.nullcontext():

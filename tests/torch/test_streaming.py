@@ -12,7 +12,7 @@ from nets import batch, bits, close, loss_of, net, parameters  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
-from sparsecoll.torch import LocalOptimizer  # noqa: E402
+from sparsecoll.torch import DiLoCo, LocalOptimizer  # noqa: E402
 from sparsecoll.torch.compressors import QSGD, TopKCompressor  # noqa: E402
 
 NAMES = [name for name, _ in net().named_parameters()]
@@ -272,3 +272,37 @@ def test_several_inner_optimizers_step_together_and_resume():
         return expected
 
     assert len(set(simulate(2, program).results)) == 1
+
+
+@pytest.mark.parametrize("preset", ["diloco", "streaming", "sparseloco", "muloco"])
+def test_presets_of_diloco_have_the_papers_values_and_resume(preset):
+    def program(comm):
+        model = net()
+
+        def wrapped():
+            return DiLoCo(torch.optim.SGD(model.parameters(), 0.1), model, comm, preset=preset, dense_below=0, every=6)
+
+        optimizer = wrapped()
+        assert repr(optimizer).startswith("DiLoCo(")
+        outer = optimizer._engine._outer.optimizers[0].param_groups[0]
+        assert (outer["lr"], outer["momentum"]) == VALUES[preset]
+        train(comm, optimizer, model, 13)
+        optimizer.synchronize()
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(comm, optimizer, model, 12, 13)
+        optimizer.synchronize()
+        expected = bits(model)
+        model.load_state_dict(saved[0])
+        resumed = wrapped()
+        resumed.load_state_dict(saved[1])
+        train(comm, resumed, model, 12, 13)
+        resumed.synchronize()
+        assert bits(model) == expected
+        with pytest.raises(ValueError, match="preset"):
+            DiLoCo(torch.optim.SGD(model.parameters(), 0.1), model, comm, preset="dense")
+        return expected
+
+    assert len(set(simulate(3, program).results)) == 1
+
+
+VALUES = {"diloco": (0.7, 0.9), "streaming": (0.4, 0.9), "sparseloco": (0.4, 0.0), "muloco": (0.7, 0.5)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -73,6 +74,7 @@ class ChunkedTopK(ErrorFeedback):
     """
 
     name = "chunktopk"
+    stands_alone = True
 
     k: int = 64
     chunk: int = 4096
@@ -187,6 +189,12 @@ class ChunkedTopK(ErrorFeedback):
         np.multiply(mean.values, self.size, out=mean.values)
         np.add(acc[a:b], mean.values, out=acc[a:b])
         return message
+
+    def encoded(self, message: list[Taken | None]) -> Array:
+        return encode(message[0])
+
+    def combined(self, blocks: Sequence[Array]) -> list[Array]:
+        return list(blocks)
 
     def update(self, out: Array, message: list[Taken | None], reduced: list[Array]) -> None:
         kernels = kernels_of(out)
