@@ -62,9 +62,8 @@ class Gloo:
 def measure(options, line, model):
     """Return the row of a line: per round, seconds of waiting on the slowest rank and megabytes received."""
     inner, given, every = Noise(model.parameters(), 1.0), LINES[line], options.every
-    optimizer = (
-        sparsecoll.torch.DiLoCo(inner, model, every=every, **given) if given is not None else Gloo(inner, model, every)
-    )
+    made = Gloo if given is None else partial(sparsecoll.torch.DiLoCo, **given)
+    optimizer = made(inner, model, every=every)
     transport, rounds = as_transport(None), options.rounds
     waits, host = np.zeros(rounds + 1), 0
     for step in range((rounds + 1) * every):

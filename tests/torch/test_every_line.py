@@ -43,8 +43,8 @@ ADAPTER = {
     "Bucket.reduce", "Bucket.mean_buffer",
     "SparseSGD.step", "SparseSGD._reduced", "SparseSGD._round", "SparseSGD._update", "take_step",
     "Accumulator.sums", "Accumulator._accumulate", "Accumulator.commit", "Accumulator.fits", "Bucket.accumulate",
-    "Window.begin_step", "Window.mean", "Window._mean", "Window._agree", "Window._start", "Window._reduce",
-    "Window._reduce.<locals>.reduce", "Window._apply", "Window._finish", "Bucket.take_changes",
+    "Window.begin_step", "Window._start", "Means.mean", "Means.turn", "Means._begin", "Means._form", "Means._reduce",
+    "Means._reduce.<locals>.reduce", "Means._take", "Means._apply", "Means._move", "Bucket.take_changes",
 }  # fmt: skip
 
 
