@@ -24,7 +24,7 @@ from sparsecoll.bench.timing import about
 from sparsecoll.cli import plot
 
 RANKS = {"memory": (2, 4, 8), "10gbit": (4,), "1gbit": (4,)}  # of the break-even map
-RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the tables of docs/benchmarks.md and docs/choosing.md
+RATIOS = (0.001, 0.01, 0.1)  # densities of the tables of docs/benchmarks.md and docs/choosing.md
 DRAWN = ("MPI_Allreduce", "dense, 4 bits", "gloo, sparse", "TopkA", "Ok-Topk", "exact sum", "top k of sum")
 DRAWN += ("top k of sum, float16",)  # lines of time against density
 ALGORITHMS = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
