@@ -18,7 +18,7 @@ CONTRACT := tests/algorithms/test_contract.py tests/test_architecture.py
 COLLECTIVES := $(patsubst %,tests/mpi/test_%.py,mpi collectives_mpi contract_mpi failures_mpi mismatch_mpi progress process_groups commands_mpi)
 ON_THREE := tests/mpi $(addprefix --ignore=,$(COLLECTIVES))
 TRAINING := $(patsubst %,tests/mpi/test_%.py,torch_mpi distributed_optimizer training_loops)
-SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_checkpoints fsdp_residuals fsdp_refusals every_line_fsdp)
+SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_checkpoints fsdp_residuals fsdp_refusals local_fsdp every_line_fsdp)
 EIGHT := "same_bits and float32 and (oktopk or auto or sparcml or densestream)"  # 8 processes on two cores are slow
 SOCKETS := $(COLLECTIVES) $(TRAINING) tests/mpi/test_docs_mpi.py tests/gpu/test_gpu_mpi.py
 
