@@ -125,8 +125,12 @@ class OuterOptimizers:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        self.groups = [group for own in optimizers for group in own.param_groups]
         self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Their groups; those of a loaded state are others."""
+        return [group for own in self.optimizers for group in own.param_groups]
 
     @property
     def dicts(self) -> list[dict[Any, Any]]:
