@@ -50,11 +50,13 @@ def lowbit_words(n: int, P: int, bits: int, bucket: int = 512) -> float:
     return dense_words(n, P) * (bits + 32 / bucket) / 32
 
 
-def gather_rows(r: float, P: int) -> float:
-    """r(P-1): rows received where every rank gets every other rank's r rows; a row is d values and a coded index."""
-    return r * (P - 1)
+def row_sums(r: float, u: float, P: int) -> tuple[float, float]:
+    """(r(P-1), (r + u)(P-1)/P): rows of d values and a coded index, gathered; or summed by owners, u sums gathered."""
+    return r * (P - 1), (r + u) * (P - 1) / P
 
 
-def owner_rows(r: float, u: float, P: int) -> float:
-    """(r + u)(P-1)/P: rows received where owners sum them and all u sums are gathered; 2r(P-1)/P for equal rows."""
-    return (r + u) * (P - 1) / P
+def chunktopk_words(n: int, P: int, density: float = 1 / 64) -> tuple[float, float, float]:
+    """(gathered, by owners, requantized): 9.6 bits an entry at 1/64; of a sum 8.1 and the entropy of its gaps."""
+    m, share = n * density * (3.6 - math.log2(density)) / 32, 1 - (1 - density) ** P
+    gaps = max(share, -share * math.log2(share) - (1 - share) * math.log2(1 - share))
+    return (P - 1) * m, (P - 1) / P * (m + n * (8.1 * share + gaps) / 32), 2 * (P - 1) / P * m

@@ -30,9 +30,7 @@ WITHOUT_AVX512 = {  # for NumPy before 2.4 and since, and torch
     "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR X86_V4",
     "ATEN_CPU_CAPABILITY": "avx2",
 }
-
 OTHERS = {"DGC": select.SampledThreshold, "Gaussian-k": select.GaussianK}
-
 # A section yields two parts of each row: what is shown of the fastest instruction set only, and of all.
 
 

@@ -42,7 +42,7 @@ COMPRESSORS = {
     "dgc 0.1 %": dgc(0.001),
     "nesterovtopk 1 %": nesterovtopk(0.01),
     **{f"{name} 1 %": name for name in ("sgdtopk", "densestream", "gaussiank", "randomk", "dragonn")},
-    "efsignsgd": "efsignsgd",
+    **{name: name for name in ("chunktopk", "efsignsgd")},
     "qsgd 8 bits": QSGD(8),
     "qsgd 2 bits": QSGD(2),
     "powersgd rank 4": "powersgd",

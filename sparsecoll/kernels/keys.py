@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+Taken = tuple[Array, Array, Array]  # indices, codes and magnitudes, see `kernels.reference.chunks.chunk_topk`
 Addend = tuple[Array, float]  # (addend, scale): values += scale * addend, in the dtype of values
 
 
@@ -65,6 +66,20 @@ class Code(NamedTuple):
     bits: int
     levels: str
     bucket: int
+
+
+class Chunks(NamedTuple):
+    """Parts of a vector, of each of which the largest values are selected; int64 arrays in host memory.
+
+    Attributes:
+        edges: where each chunk begins, and the length of the vector.
+        blocks: of chunks that share two magnitudes: the first chunk of each, and the number of chunks.
+        counts: how many values of each chunk are selected, at most.
+    """
+
+    edges: Array
+    blocks: Array
+    counts: Array
 
 
 class Pass(NamedTuple):

@@ -10,6 +10,8 @@ char* getenv(const char*);
 void* malloc(unsigned long);
 float rintf(float);
 float floorf(float);
+double frexp(double, int*);
+double ldexp(double, int);
 }
 
 #define __global__

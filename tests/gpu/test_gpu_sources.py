@@ -16,7 +16,7 @@ import pytest
 import sparsecoll
 
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = ("selection", "sums", "codecs", "quantization", "rice", "exponents")
+SOURCES = ("selection", "sums", "codecs", "quantization", "rice", "exponents", "chunks")
 VALUES = {"float16": "-DBITS=u16 -DVALUE=2", "float32": "-DBITS=u32 -DVALUE=4", "float64": "-DBITS=u64 -DVALUE=8",
           "int32": "-DBITS=u32 -DVALUE=14 -DFLOATS=0", "int64": "-DBITS=u64 -DVALUE=18 -DFLOATS=0"}  # fmt: skip
 MORE = "-DINDEX=u64 -DADD=4 -DFROM=8 -DMOMENTS=1"

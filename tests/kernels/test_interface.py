@@ -10,7 +10,8 @@ from sparsecoll import kernels
 from sparsecoll.kernels import reference
 
 MODULES = [
-    getattr(reference, name) for name in ("codecs", "exponents", "quantization", "rice", "rows", "selection", "sums")
+    getattr(reference, name)
+    for name in ("chunks", "codecs", "exponents", "quantization", "rice", "rows", "selection", "sums")
 ]
 OF_HOST = {"join_rows", "split_rows"}
 KERNELS = sorted(name for module in MODULES for name in module.__all__ if name not in OF_HOST)

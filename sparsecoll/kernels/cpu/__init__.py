@@ -5,6 +5,7 @@ Floats are handled as bit patterns wherever only their order matters, so float16
 float16 are formed in float32 (see `vector.accumulator_dtype`).
 """
 
+from sparsecoll.kernels.cpu.chunks import *
 from sparsecoll.kernels.cpu.codecs import *
 from sparsecoll.kernels.cpu.exponents import *
 from sparsecoll.kernels.cpu.merge import *

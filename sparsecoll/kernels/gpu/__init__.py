@@ -3,6 +3,7 @@ for bit, except for the bits inside a NaN that arithmetic makes. Arrays are CuPy
 atomic operations.
 """
 
+from sparsecoll.kernels.gpu.chunks import *
 from sparsecoll.kernels.gpu.codecs import *
 from sparsecoll.kernels.gpu.exponents import *
 from sparsecoll.kernels.gpu.quantization import *

@@ -2,6 +2,7 @@
 of its modules; `cpu` and `gpu` have the same names with the same parameters and give the same bits.
 """
 
+from sparsecoll.kernels.reference.chunks import *
 from sparsecoll.kernels.reference.codecs import *
 from sparsecoll.kernels.reference.exponents import *
 from sparsecoll.kernels.reference.folds import *

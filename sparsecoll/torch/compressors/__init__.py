@@ -18,6 +18,7 @@ from sparsecoll.torch.compressors.base import (
     ErrorFeedback as ErrorFeedback,
     StepContext as StepContext,
 )
+from sparsecoll.torch.compressors.chunked import ChunkedTopK as ChunkedTopK
 from sparsecoll.torch.compressors.covap import COVAP as COVAP
 from sparsecoll.torch.compressors.dragonn import DRAGONN as DRAGONN
 from sparsecoll.torch.compressors.fp16 import FP16 as FP16
@@ -48,6 +49,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "gaussiank": gaussiank,
     "randomk": RandomKCompressor,
     "dragonn": DRAGONN,
+    "chunktopk": ChunkedTopK,
     "efsignsgd": efsignsgd,
     "qsgd": QSGD,
     "powersgd": PowerSGD,

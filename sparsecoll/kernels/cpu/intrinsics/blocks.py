@@ -231,6 +231,19 @@ def compress_block(
 
 
 @intrinsic
+def at_least(context: Any, bits: Any, start: Any, mask: Any, key: Any) -> Any:
+    """Which of the 64 bit patterns of floats from `start` on have a magnitude key >= `key`: bit j for the j-th."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a_bits, start, mask, key = arguments
+        values = load(builder, data_of(context, builder, bits, a_bits), start, 64)
+        keys = builder.and_(values, _splat(builder, mask, 64))
+        return builder.bitcast(builder.icmp_unsigned(">=", keys, _splat(builder, key, 64)), I64)
+
+    return types.uint64(bits, types.int64, mask, key), generate
+
+
+@intrinsic
 def emit_block(context: Any, bits: Any, start: Any, base: Any, out_i: Any, out_v: Any, count: Any) -> Any:
     """Append those of the BLOCK floats (bit patterns) from `start` on that are not -0, and reset them to -0.
 
