@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 SHORT_CHUNK_BYTES = 1 << 15  # below this, few messages in turn are faster than many at once
+PIECE_BYTES = 1 << 18  # of a message in the ring, in which longer chunks pass from host to host
 
 
 def is_short(size: float, P: int) -> bool:
@@ -32,13 +34,18 @@ class Dense(Algorithm):
     Vectors whose chunks are shorter than 32 KiB take ceil(log2 P) messages in each of the two steps: recursive halving
     by offsets (see `halving`), which adds in the order of its steps, and Bruck's allgather.
 
+    Between more than two hosts, chunks above 256 KiB pass round a ring in pieces of that size, and are added in the
+    same cyclic order, if their values are added in their own dtype and not rounded. Each link then carries one stream
+    in a direction; with those of all ranks at once, the sum takes 1.15 to 1.25 times as long on four hosts of 1 Gb/s.
+
     The sum of sparse vectors has an entry at every index at which some rank has one, even if it is zero: -0.0 marks a
     missing entry of float32 and float64, since a sum is -0.0 only if all its terms are. For other dtypes and
     operations, and if values are rounded on the wire, the ranks also combine one bit per coordinate; in operations
     other than the sum, a missing entry counts as the neutral element.
 
-    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense) in 2(P-1) or 2 ceil(log2 P) messages. The bits of
-    sparse vectors take another n/16 words and 2 log2 P messages (3n/32 and 2 log2 P + 2 if P is not a power of two).
+    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense) in 2(P-1) messages, 2(P-1) for each piece of a chunk in
+    the ring, or 2 ceil(log2 P). The bits of sparse vectors take another n/16 words and 2 log2 P messages (3n/32 and
+    2 log2 P + 2 if P is not a power of two).
     Memory: 2n values.
 
     Args:
@@ -63,8 +70,12 @@ class Dense(Algorithm):
         else:
             local = DenseVector(x.to_dense(channel.op.neutral(x.dtype)))
         edges = [x.length * j // channel.size for j in range(channel.size + 1)]
-        by_messages = _by_halving if is_short(x.length * x.dtype.itemsize, channel.size) else _pairwise
-        reduction = by_messages(channel, x, local, edges)
+        size, messages = x.length * x.dtype.itemsize, _pairwise
+        if is_short(size, channel.size):
+            messages = _by_halving
+        elif size > PIECE_BYTES * channel.size and _in_own_dtype(channel, x) and not x.on_gpu:
+            messages = _pairwise if channel.size == 2 or channel.transport.one_node else _ring
+        reduction = messages(channel, x, local, edges)
         if isinstance(x, SparseVector) and marked:
             assert isinstance(reduction.value, DenseVector)
             reduction.value = reduction.value.stored()
@@ -76,8 +87,16 @@ class Dense(Algorithm):
         return reduction
 
 
-def sum_of_chunk(channel: Channel, x: DenseVector, edges: list[int]) -> DenseVector:
-    """Return chunk number `rank` of the sum, in the accumulator dtype; x itself is not altered (step 1 of `Dense`)."""
+def _in_own_dtype(channel: Channel, x: Vector) -> bool:
+    """Return whether values are added, and sent, in their own dtype."""
+    return accumulator_dtype(x.dtype) == x.dtype and not channel.rounds(x.dtype)
+
+
+def sum_of_chunk(channel: Channel, x: DenseVector, edges: list[int], into: DenseVector | None = None) -> DenseVector:
+    """Return chunk number `rank` of the sum, in the accumulator dtype; x itself is not altered (step 1 of `Dense`).
+
+    `into`, of this dtype, is memory for the chunk; None, the default, for memory of its own.
+    """
     rank, size = channel.rank, channel.size
     mine = x.slice(edges[rank], edges[rank + 1])
     with channel.phase("split"):
@@ -87,24 +106,24 @@ def sum_of_chunk(channel: Channel, x: DenseVector, edges: list[int]) -> DenseVec
         total = mine
         for step in range(1, size):
             arrived = channel.recv_dense((rank - step) % size, x.dtype, mine.length)
-            total = total.combine(arrived, accumulator_dtype(x.dtype), total is not mine, channel.op)
+            total = total.combine(arrived, accumulator_dtype(x.dtype), into if total is mine else total, channel.op)
     return total
 
 
 def _pairwise(channel: Channel, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
     rank, size = channel.rank, channel.size
-    total = sum_of_chunk(channel, local, edges)
+    value = DenseVector.empty(x.length, x.dtype, x)
+    regions = [value.slice(a, b) for a, b in pairwise(edges)]
+    total = sum_of_chunk(channel, local, edges, regions[rank] if _in_own_dtype(channel, x) else None)
     with channel.phase("gather"):
-        value = DenseVector.empty(x.length, x.dtype, x)
         own = channel.pack(total.astype(x.dtype))
         for step in range(1, size):
             channel.transport.isend((rank + step) % size, own)
-        regions = [value.slice(a, b) for a, b in pairwise(edges)]
         regions[rank].copy_from(channel.unpack(own, x.dtype, total.length))
         for step in range(1, size):
             source = (rank - step) % size
             channel.recv_into(source, regions[source])
-    if total.dtype == x.dtype and not channel.rounds(x.dtype):
+    if _in_own_dtype(channel, x):
         return Reduction(value, x)
 
     def contributed() -> Vector:
@@ -112,6 +131,35 @@ def _pairwise(channel: Channel, x: Vector, local: DenseVector, edges: list[int])
         return Loss(channel, error.shifted(edges[rank], x.length)).subtract_from(x)
 
     return Reduction(value, contributed)
+
+
+def _ring(channel: Channel, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
+    """Run the two steps in pieces; chunk j begins at rank j and passes ranks j - 1, j - 2, ... to j + 1, and on."""
+    rank, size = channel.rank, channel.size
+    above, below = (rank + 1) % size, (rank - 1) % size
+    value, step = DenseVector.empty(x.length, x.dtype, x), PIECE_BYTES // x.dtype.itemsize
+
+    def pieces(chunk: int) -> Iterator[tuple[DenseVector, DenseVector]]:
+        start, stop = edges[chunk % size], edges[chunk % size + 1]
+        for a in range(start, stop, step):
+            yield local.slice(a, min(a + step, stop)), value.slice(a, min(a + step, stop))
+
+    with channel.phase("split"):
+        for mine, _ in pieces(rank):
+            channel.isend_dense(below, mine)
+        for later in range(1, size):
+            for mine, region in pieces(rank + later):
+                total = channel.recv_dense(above, x.dtype, mine.length).combine(mine, x.dtype, None, channel.op)
+                channel.isend_dense(below, total)
+                if later == size - 1:
+                    region.copy_from(total)
+    with channel.phase("gather"):
+        for later in range(size - 1):
+            for _, region in pieces(rank + later):
+                channel.recv_into(above, region)
+                if later < size - 2:
+                    channel.isend_dense(below, region)
+    return Reduction(value, x)
 
 
 def _by_halving(channel: Channel, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
@@ -131,7 +179,7 @@ def _by_halving(channel: Channel, x: Vector, local: DenseVector, edges: list[int
                 error.slice(start, stop).copy_from(sent.subtract(channel.unpack(message, dtype, sent.length)))
             rest = sums.slice(0, starts[min(distance, size - distance)])
             arrived = channel.recv_dense((rank - distance) % size, dtype, rest.length)
-            rest.combine(arrived, dtype, True, channel.op)
+            rest.combine(arrived, dtype, rest, channel.op)
             distance //= 2
     total = sums.slice(0, starts[1])
     with channel.phase("gather"):

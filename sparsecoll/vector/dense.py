@@ -196,22 +196,21 @@ class DenseVector(Values):
         """Return the values as `dtype`; see `SparseVector.astype`."""
         return DenseVector(saturating_cast(self.values, np.dtype(dtype)))
 
-    def combine(self, other: DenseVector, dtype: Any, in_place: bool, op: Operation = SUM) -> DenseVector:
+    def combine(self, other: DenseVector, dtype: Any, into: DenseVector | None, op: Operation = SUM) -> DenseVector:
         """Return self and other combined by an operation.
 
         Args:
             other: vector of the same length.
             dtype: dtype in which values are combined, and of the result.
-            in_place: whether to write the result into the memory of this vector, whose dtype must be `dtype`; otherwise
-                a new vector is returned.
+            into: vector of this dtype for the result, which may be self; None for a new one.
             op: operation (default: the sum).
         """
-        fold = op.fold(np.dtype(dtype))
+        fold, out = op.fold(np.dtype(dtype)), empty(self.length, dtype, self.values) if into is None else into.values
         with span("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
             if fold is None:
-                out = self.values if in_place else empty(self.length, dtype, self.values)
                 return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
-            out = self.values if in_place else self.values.astype(dtype)
+            if into is not self:
+                out[:] = self.values
             kernels_of(out).fold_into(out, other.values.astype(dtype, copy=False), fold)
         return DenseVector(out)
 

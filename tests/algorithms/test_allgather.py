@@ -32,6 +32,25 @@ def test_a_dense_sum_takes_exactly_the_words_of_the_formula(P):
     assert volume.messages == 2 * (P - 1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "int16", "float16"])
+@pytest.mark.parametrize("P", [2, 3, 8])
+def test_between_hosts_long_dense_vectors_sum_to_the_bits_of_one_host_in_pieces(P, dtype):
+    n = 150_000 * P - 1  # chunks of two or three pieces in the ring, of unequal length, and 16-bit ones of two at most
+
+    def program(comm):
+        x = np.random.default_rng(comm.rank).standard_normal(n, dtype=np.float32) * 99
+        result = allreduce(comm, x.astype(dtype), "dense", return_reduction=True)
+        return result.value.to_dense().tobytes(), result.traffic.phases["split"], result.traffic.phases["gather"]
+
+    rows, beside = (simulate(P, program, ranks_per_node=count).results for count in (1, P))
+    assert {row[0] for row in rows} == {row[0] for row in beside} == {rows[0][0]}
+    size = np.dtype(dtype).itemsize
+    pieces = -(-150_000 * size // 2**18) if P > 2 and dtype != "float16" else 1
+    for phases in (row[1:] for row in rows):
+        assert [counts.messages_received for counts in phases] == [(P - 1) * pieces] * 2
+        assert all(abs(counts.bytes_received - n * size * (P - 1) / P) <= P * size for counts in phases)
+
+
 @pytest.mark.parametrize("P", [4, 5, 7, 12, 16, 128])
 @pytest.mark.parametrize("n", [10, 30_000])
 def test_short_dense_vectors_take_2_log_P_messages_and_no_more_words(n, P):
