@@ -125,6 +125,15 @@ def test_means_are_weighted_and_a_worker_that_was_away_begins_with_the_newest_st
     assert alone < -80
 
 
+def test_a_worker_that_joins_after_some_rounds_has_the_bits_of_the_others():
+    """Also where old + (new - old) is not new."""
+    store, models = dist.HashStore(), [net() for _ in range(2)]
+    first = made(store, models[0], "a", 0.2)
+    train(0, first, models[0], 12)
+    made(store, models[1], "b")
+    assert bits(models[1]) == bits(models[0])
+
+
 def test_other_options_and_unsuited_compressors_are_refused():
     store, model = dist.HashStore(), net()
     made(store, model, "a")

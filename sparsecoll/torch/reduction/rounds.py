@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sparsecoll.errors import CommunicationError, check_integer
+from sparsecoll.errors import CommunicationError, NonFiniteError, check_integer
 from sparsecoll.formats import Buffer
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.means import Means
 from sparsecoll.torch.replica.calls import JOINED, LATE, Round, Row
 from sparsecoll.torch.tensors.layout import takes_part
-from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.model import Named, are_equal
 from sparsecoll.transport.all_ranks import joined, separated
 
 PIECE = 16 << 20  # bytes of a value in the store
@@ -290,8 +290,7 @@ class ElasticMeans(Means):
             except CommunicationError:
                 before = {name: t.clone() for name, t in self._shared.items()}
                 self._load_shared(self._group.newest())
-                for name, p in self._params.items():
-                    p.add_((self._shared[name] - before[name]).to(p.device))
+                self._follow(before)
 
     def _make_buckets(self, flags: int) -> None:
         self._buckets.make({name for name, p in self._params.items() if takes_part(p)})
@@ -313,6 +312,8 @@ class ElasticMeans(Means):
             compressor.size = len(found)
             out = bucket.mean_buffer(compressor.keeps_gradient)
             compressor.update(out, messages[i] if included else None, compressor.combined([own[i] for own in parts]))
+            if not bucket.mean_is_finite():
+                raise NonFiniteError(f"mean of round {number}: expected finite values, got an overflow")
         total = math.fsum(one.weight for one in found)
         self.replica.context.step = number + 1
         trainable = {name for bucket, _ in buckets for name in bucket.layout.names}
@@ -331,9 +332,17 @@ class ElasticMeans(Means):
             return
         before = {name: t.clone() for name, t in bucket.params.items()}
         self._move(bucket, factor)
-        for name, shared in bucket.params.items():
-            self._params[name].add_((shared - before[name]).to(self._params[name].device))
-            self._moved.add(name)
+        self._follow(before)
+
+    def _follow(self, before: Named) -> None:
+        """Move this worker's parameters as far as the shared ones have moved; what it has changed stays."""
+        for name, then in before.items():
+            own, shared = self._params[name], self._shared[name]
+            if are_equal(own, then.to(own.device)):
+                own.copy_(shared)
+            else:
+                own.add_((shared - then).to(own.device))
+                self._moved.add(name)
 
     def close(self) -> None:
         """Leave the group."""
