@@ -44,7 +44,7 @@ class DiLoCo(LocalOptimizer):
     | "muloco" | 30 | SGD 0.7, Nesterov 0.5 | 2 bits; with `[Muon(...), AdamW(...)]` inside | Thérien and others, 2025 |
 
     The bits of "streaming" and "muloco" are those of `QSGD` with error feedback, where the papers have other codes.
-    With one rank, the outer step alone remains.
+    On one rank, changes are compressed as on several: with `compressor="none"`, the outer step alone remains.
 
     Args:
         inner: optimizer of the steps of a rank, of floating-point parameters, or several that step together.
