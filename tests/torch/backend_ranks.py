@@ -88,6 +88,9 @@ def check_few_bits(exact):
         half = torch.ones(n, dtype=torch.bfloat16)
         dist.all_reduce(half, dist.ReduceOp.AVG, group=group)
         assert half.tolist() == [1] * n
+        ragged = torch.ones(n // 8, 8) if dist.get_rank() % 2 else torch.ones(8, n // 8).T  # contiguous on some ranks
+        dist.all_reduce(ragged, group=group)
+        assert torch.allclose(ragged, torch.full((n // 8, 8), float(size)))
         overflow = torch.ones(n)
         overflow[3] = float("inf") if dist.get_rank() == 1 else 1
         dist.all_reduce(overflow, group=group)

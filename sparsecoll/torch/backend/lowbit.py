@@ -35,7 +35,6 @@ class LowBitSums:
             and x.layout is torch.strided
             and x.device.type == "cpu"
             and x.dtype.is_floating_point
-            and x.is_contiguous()
             and x.numel() >= max(self.options.dense_below, 1)
         )
 
@@ -44,13 +43,13 @@ class LowBitSums:
 
         Args:
             call: in which this happens.
-            x: contiguous tensor of floats on the CPU.
+            x: tensor of floats on the CPU.
             op: "sum" or "mean".
         """
         call.signature |= {"dense": self.options.dense, "op": op, "length": x.numel(), "dtype": str(x.dtype)}
         finite = bool(torch.isfinite(x.sum(dtype=torch.float64)))
         held = call.agree(entries=int(finite))
-        flat = x.detach().view(-1)
+        flat = x.detach().contiguous().view(-1)
         work = flat if flat.dtype is torch.float64 else flat.float()
         mean, channel = op == "mean", Channel(call.transport, x.numel())
         if not min(held):  # no scale has room for them; nothing is rounded, and the residual stays
@@ -58,7 +57,7 @@ class LowBitSums:
                 call.transport, DenseVector(CPU.array(work)), Dense(), CallOptions(nonfinite="pass")
             )
             work = CPU.tensor(np.asarray(reduced.value.values))
-            flat.copy_(work / call.transport.size if mean else work)
+            x.copy_((work / call.transport.size if mean else work).view(x.shape))
             return
         key = (x.data_ptr(), x.numel(), x.dtype)
         acc = self._pop(key, x)
@@ -66,8 +65,8 @@ class LowBitSums:
         algorithm = LowBit(bits=BITS[self.options.dense], rounding="nearest")
         algorithm.sum_of(channel, DenseVector(CPU.array(acc)), DenseVector(CPU.array(work)), 0, mean, take=True)
         call.transport.waitall()
-        if work is not flat:
-            flat.copy_(work)
+        if work is not flat or not x.is_contiguous():  # on some ranks only, perhaps
+            x.copy_(work.view(x.shape))
         self._kept[key] = StorageWeakRef(x.untyped_storage()), acc  # type: ignore[no-untyped-call]
 
     def _pop(self, key: Key, x: torch.Tensor) -> torch.Tensor:
