@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError  # noqa: E402
-from sparsecoll.torch import LocalOptimizer  # noqa: E402
+from sparsecoll.torch import LocalOptimizer, load, save  # noqa: E402
 from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
@@ -68,21 +68,22 @@ def test_it_trains_as_whole_models_do(comm, options):
         torch.testing.assert_close(p, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_state_resumes_and_a_nan_is_discarded(comm):
+def test_a_state_resumes_from_a_file_and_a_nan_is_discarded(comm, tmp_path):
     mesh, model = sharded()
     options = {"compressor": TopKCompressor(0.2, "allgather")}
     optimizer = made(model, mesh.get_group("worker"), **options)
     worker = mesh.get_local_rank("worker")
     train(model, optimizer, worker, 4)
-    saved = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    save(optimizer.state_dict(), tmp_path / "state.pt")
+    values = copy.deepcopy(model.state_dict())
     train(model, optimizer, worker, 5, 4)
     optimizer.synchronize()
     expected = whole(model)
     _, again = sharded()
-    again.load_state_dict(saved[1])
+    again.load_state_dict(values)
     resumed = made(again, mesh.get_group("worker"), **options)
-    again.load_state_dict(saved[1])
-    resumed.load_state_dict(saved[0])
+    again.load_state_dict(values)
+    resumed.load_state_dict(load(tmp_path / "state.pt"))
     train(again, resumed, worker, 5, 4)
     resumed.synchronize()
     for name, p in whole(again).items():

@@ -290,6 +290,15 @@ class LocalOptimizer(Wrapper):
 
             replica.call("discard", copy)
 
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
+        held: dict[Any, dict[str, Any]] = dict(self.optimizer.state)
+        for p, entries in held.items():
+            for key, t in entries.items():
+                if hasattr(t, "to_local") and hasattr(p, "to_local"):  # a file's DTensor has a mesh of its own
+                    about = {"run_check": False, "shape": p.shape, "stride": p.stride()}
+                    entries[key] = t.from_local(t.to_local(), p.device_mesh, p.placements, **about)
+
     def move(self, comm: Any) -> None:
         """Continue on another communicator, as that of `sparsecoll.shrink` after a rank was lost; collective on it.
 
