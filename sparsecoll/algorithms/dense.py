@@ -124,6 +124,7 @@ def _pairwise(channel: Channel, x: Vector, local: DenseVector, edges: list[int])
             source = (rank - step) % size
             channel.recv_into(source, regions[source])
     if _in_own_dtype(channel, x):
+        channel.transport.waitall()  # the caller may change the value, from whose memory the own chunk is sent
         return Reduction(value, x)
 
     def contributed() -> Vector:
@@ -159,6 +160,7 @@ def _ring(channel: Channel, x: Vector, local: DenseVector, edges: list[int]) -> 
                 channel.recv_into(above, region)
                 if later < size - 2:
                     channel.isend_dense(below, region)
+        channel.transport.waitall()  # as in `_pairwise`
     return Reduction(value, x)
 
 
