@@ -161,14 +161,18 @@ class Compressor(ABC):
 
     def encoded(self, message: Any) -> Array:
         """Return what `compress` has returned as bytes, for an ElasticGroup; see `combined`."""
-        raise NotImplementedError
+        raise TypeError(
+            f"compressor: expected one with encoded() and combined(), such as 'chunktopk', got {self.name!r}"
+        )
 
     def combined(self, blocks: Sequence[Array]) -> Any:
         """Return what `communicate` returns, from all ranks' `encoded` messages.
 
         `update` then gets None for the message if this rank's is not among them.
         """
-        raise NotImplementedError
+        raise TypeError(
+            f"compressor: expected one with encoded() and combined(), such as 'chunktopk', got {self.name!r}"
+        )
 
     def reset(self) -> None:  # noqa: B027 - most keep nothing of the kind
         """Discard state that may differ between ranks after a call that failed."""

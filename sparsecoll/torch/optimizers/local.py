@@ -160,10 +160,7 @@ class LocalOptimizer(Wrapper):
             call.signature |= {"alpha": alpha, "weight": "none" if weight is None else "given"}
             call.signature |= {"parts": [pace.known.get(id(p), -1) for p in params.values()]}
             call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
-            call.signature |= {
-                **own.signature(),
-                **describe({n: own_part(p) for n, p in others.items()}, "other parameter"),
-            }
+            call.signature |= {**own.signature(), **describe(others, "other parameter")}
             call.agree(entries=0)
             signature.update(call.signature, **describe(params))
             if group is not None and not own.stands_alone:
