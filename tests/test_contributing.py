@@ -94,3 +94,9 @@ def test_make_runs_every_file_of_tests_over_mpi():
 def test_files_of_tests_have_at_most_400_lines():
     long = {path.name: lines for path in ROOT.glob("tests/**/*.py") if (lines := path.read_text().count("\n")) > 400}
     assert not long
+
+
+def test_every_file_of_tests_has_a_module_name_of_its_own():
+    """As pytest imports them: outside packages by the bare name of the file."""
+    modules = [path for path in ROOT.glob("tests/**/test_*.py") if not (path.parent / "__init__.py").exists()]
+    assert len(modules) == len({path.name for path in modules})

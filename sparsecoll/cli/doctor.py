@@ -39,7 +39,7 @@ PACKAGES = {
     "cupy": "GPU arrays",
     "matplotlib": "sparsecoll plot",
 }
-SELF_TEST_SECONDS = 60
+SELF_TEST_SECONDS = 120
 
 
 @dataclass(frozen=True)
