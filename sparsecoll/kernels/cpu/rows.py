@@ -1,4 +1,4 @@
-"""Rows of values: each row of the operands is read once, and each row of a sum written once."""
+"""Rows of values, and matrices by rows: each item of the operands is read once, and each of a result written once."""
 
 from __future__ import annotations
 
@@ -35,6 +35,36 @@ def _scatter_add_rows(table_at, table, rows, width, values_at, values):  # type:
             target[j] += row[j]
 
 
+@jit
+def _join_rows(starts, columns, width, flat):  # type: ignore[no-untyped-def]
+    """Without branches on the number of entries in a row: how many rows begin at an entry is counted there first."""
+    flat[:] = 0
+    for row in range(1, starts.size - 1):
+        if starts[row] < flat.size:
+            flat[starts[row]] += flat.dtype.type(1)
+    first, next_, ascending = np.uint64(0), np.uint64(0), True
+    for i in range(flat.size):
+        first += np.uint64(flat[i]) * np.uint64(width)
+        here = first + np.uint64(columns[i])
+        flat[i] = here
+        ascending &= here >= next_
+        next_ = here + np.uint64(1)
+    return ascending
+
+
+@jit
+def _split_rows(flat, width, starts, columns):  # type: ignore[no-untyped-def]
+    starts[:] = 0
+    for i in range(flat.size):
+        row = flat[i] // flat.dtype.type(width)
+        columns[i] = flat[i] - row * flat.dtype.type(width)
+        starts[np.int64(row) + 1] += starts.dtype.type(1)
+    total = starts.dtype.type(0)
+    for row in range(starts.size):
+        total += starts[row]
+        starts[row] = total
+
+
 def sum_rows(parts: Sequence[Array], order: Array, starts: Array, out: Array) -> None:
     if np.float16 in (parts[0].dtype, out.dtype) or parts[0].dtype.kind == "V":
         reference.sum_rows(parts, order, starts, out)
@@ -52,3 +82,11 @@ def scatter_add_rows(table: Array, rows: Array, values: Array) -> None:
         return
     kinds = table[:0].reshape(-1), values[:0].reshape(-1)
     _scatter_add_rows(table.ctypes.data, kinds[0], readonly(rows), table.shape[1], values.ctypes.data, kinds[1])
+
+
+def join_rows(starts: Array, columns: Array, width: int, flat: Array) -> bool:
+    return bool(_join_rows(readonly(starts), readonly(columns), width, flat))
+
+
+def split_rows(flat: Array, width: int, starts: Array, columns: Array) -> None:
+    _split_rows(readonly(flat), width, starts, columns)

@@ -59,4 +59,5 @@ def split_rows(flat: Array, width: int, starts: Array, columns: Array) -> None:
     """Invert `join_rows` for ascending flat indices: fill `starts` and `columns`, of one dtype."""
     row = flat // flat.dtype.type(max(width, 1))
     columns[:] = flat - row * flat.dtype.type(width)
-    starts[:] = np.searchsorted(row, np.arange(starts.size, dtype=np.uint64))
+    starts[0] = 0
+    np.cumsum(np.bincount(row.astype(np.int64), minlength=starts.size - 1), out=starts[1:])
