@@ -15,7 +15,8 @@ from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 SHORT_CHUNK_BYTES = 1 << 15  # below this, few messages in turn are faster than many at once
-PIECE_BYTES = 1 << 18  # of a message in the ring, in which longer chunks pass from host to host
+PIECE_BYTES = 1 << 18  # at least, of a message in the ring, in which longer chunks pass from host to host
+LARGEST_PIECE = 1 << 20
 
 
 def is_short(size: float, P: int) -> bool:
@@ -138,7 +139,9 @@ def _ring(channel: Channel, x: Vector, local: DenseVector, edges: list[int]) -> 
     """Run the two steps in pieces; chunk j begins at rank j and passes ranks j - 1, j - 2, ... to j + 1, and on."""
     rank, size = channel.rank, channel.size
     above, below = (rank + 1) % size, (rank - 1) % size
-    value, step = DenseVector.empty(x.length, x.dtype, x), PIECE_BYTES // x.dtype.itemsize
+    value = DenseVector.empty(x.length, x.dtype, x)
+    eighth = x.length * x.dtype.itemsize // (8 * size)  # of a chunk
+    step = min(max(eighth, PIECE_BYTES), LARGEST_PIECE) // x.dtype.itemsize
 
     def pieces(chunk: int) -> Iterator[tuple[DenseVector, DenseVector]]:
         start, stop = edges[chunk % size], edges[chunk % size + 1]

@@ -1,6 +1,9 @@
-"""Sockets whose stream of messages is damaged, and ranks without room for a message."""
+"""Sockets whose messages arrive in parts, or damaged, and ranks without room for a message."""
 
+import select
+import socket
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +11,8 @@ from test_tcp import run, together
 
 import sparsecoll
 from sparsecoll import CommunicationError, SparseVector
+from sparsecoll.transport.tags import FIRST_TAG
+from sparsecoll.transport.tcp.connection import LOW_WATER, Connection, Disconnected
 
 
 def test_a_rank_without_room_for_a_message_says_so_on_all_ranks_and_goes_on(monkeypatch):
@@ -72,3 +77,35 @@ def test_a_message_that_is_sent_twice_or_not_at_all_is_refused():
             transport.recv(0)
 
     assert run(2, program) == [None, None]
+
+
+@pytest.mark.parametrize("size", [LOW_WATER - 1, LOW_WATER, LOW_WATER + 1, 3 * LOW_WATER + 1])
+@pytest.mark.parametrize("last", [1, 1000, LOW_WATER])
+def test_a_receiver_is_woken_by_the_last_bytes_the_next_message_and_the_end(size, last):
+    server = socket.create_server(("127.0.0.1", 0))
+    sender = Connection(socket.create_connection(server.getsockname()), 1, SimpleNamespace(chunk=1 << 30))
+    receiver = Connection(server.accept()[0], 0, SimpleNamespace(chunk=1 << 30))
+    sent = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+
+    def receives():
+        while not receiver.poll(None, lambda tag, size: None):
+            assert select.select([receiver.socket], [], [], 30)[0], "the receiver was not woken"
+        return receiver.take().buffer
+
+    for message in (sent, sent[:5]):  # the first one in two parts, of which the receiver takes the first at once
+        sender.send(FIRST_TAG, size=message.size, pieces=[message[:-last] if message is sent else message], gpu=False)
+        if message is sent:
+            assert not receiver.poll(None, lambda tag, size: None)
+            sender.outgoing.append(memoryview(message[-last:]))
+            while sender.outgoing:
+                sender.flush()
+                receiver.poll(None, lambda tag, size: None)
+        else:
+            assert select.select([receiver.socket], [], [], 30)[0], "the receiver was not woken"
+        assert receives().tolist() == message.tolist()
+    sender.send(FIRST_TAG, size=size, pieces=[sent[:-last]], gpu=False)
+    sender.socket.close()
+    with pytest.raises(Disconnected, match="closed"):
+        receives()
+    receiver.socket.close()
+    server.close()

@@ -27,20 +27,22 @@ def range_of(bits, mask):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _digit(bits, mask, k):  # type: ignore[no-untyped-def]
-    """Of the keys' range, the part that holds the k-th largest key: (least key, log2 of its width, rank, count)."""
+def _digit(bits, mask, k, bins):  # type: ignore[no-untyped-def]
+    """Of the keys' range, the part with the k-th largest key: (least key, log2 of its width, rank, count).
+
+    `bins` are zero.
+    """
     low, high = range_of(bits, mask)
     least, shift, above = np.uint64(low), np.uint64(0), 0
     for i in range(bits.size):
         above += magnitude_key(bits[i], mask) > low
     if above < k:  # usual where many values are equal: counting them one by one would take several times as long
         return least, shift, k - above, 0
-    while (np.uint64(high) - least) >> shift >= np.uint64(BINS):
+    while (np.uint64(high) - least) >> shift >= np.uint64(bins.size):
         shift += np.uint64(1)
-    bins = np.zeros(BINS, np.int64)
     for i in range(bits.size):
         bins[(np.uint64(magnitude_key(bits[i], mask)) - least) >> shift] += 1
-    digit = BINS - 1
+    digit = bins.size - 1
     while bins[digit] < k:
         k -= bins[digit]
         digit -= 1
@@ -91,7 +93,7 @@ def _put_back(dense, positions, bits, mask, key, edge):  # type: ignore[no-untyp
 def kth(bits: Array, mask: Any, k: int) -> tuple[Any, int]:
     """(k-th largest key, typed; how many items with exactly that key belong to the k largest)."""
     while True:
-        least, shift, k, count = _digit(bits, mask, k)
+        least, shift, k, count = _digit(bits, mask, k, np.zeros(BINS, np.int64))
         if shift == 0:
             return mask.dtype.type(least), int(k)
         most = min(least + (1 << shift) - 1, np.iinfo(mask.dtype).max)

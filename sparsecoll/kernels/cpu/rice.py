@@ -10,7 +10,7 @@ from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.lanes import inlined, jit, load64, popcount, store64, trailing_zeros
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
-from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PAD, RICE_SAMPLES
+from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PAD, rice_runs
 
 FOUR = 14  # the largest parameter for which four remainders and seven more bits fit into 64 bits
 PLAIN = 40  # up to this parameter the sums of a block cannot overflow 64 bits; larger ones are left to the reference
@@ -65,23 +65,11 @@ def _parameter(gaps, count, sum_of_gaps):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _rice_sample(indices, block, gaps):  # type: ignore[no-untyped-def]
-    """The size in bytes of a sample of the gaps, coded in blocks of this size."""
-    total, largest = 0, RICE_BLOCKS[0]
-    runs = max(1, indices.size // largest)
-    step = -(-runs // min(RICE_SAMPLES, -(-runs // 16)))
-    for run in range(0, runs, step):
-        for start in range(run * largest, min((run + 1) * largest, indices.size), block):
-            count = min(block, indices.size - start)
-            k, quotients = _parameter(gaps, count, _gaps(indices, start, count, gaps))
-            total += 2 + ((count + quotients + 7) >> 3) + ((count * k + 7) >> 3)
-    return total
-
-
-@jit
-def _rice_table(indices, block, gaps, table):  # type: ignore[no-untyped-def]
+def _rice_table(indices, step, block, gaps, table):  # type: ignore[no-untyped-def]
+    """Of one run of RICE_BLOCKS[0] gaps in `step`."""
+    blocks = RICE_BLOCKS[0] // block  # of a run
     for number in range(table.size):
-        start = number * block
+        start = (number // blocks * step * blocks + number % blocks) * block
         count = min(block, indices.size - start)
         k, total = _parameter(gaps, count, _gaps(indices, start, count, gaps))
         table[number] = (k << 10) | ((count + total + 7) >> 3)
@@ -217,16 +205,24 @@ def _rice_offsets(table, count, block, out):  # type: ignore[no-untyped-def]
 
 
 def rice_block(indices: Array) -> int:
-    if indices.size == 0:
-        return RICE_BLOCKS[0]
-    gaps = np.empty(RICE_BLOCKS[0], indices.dtype)
-    return min(RICE_BLOCKS, key=lambda block: int(_rice_sample(indices, block, gaps)))
+    runs = rice_runs(indices.size)
+    count = min(len(runs) * RICE_BLOCKS[0], indices.size)
+    return min(RICE_BLOCKS, key=lambda block: _coded(_table(indices, runs.step, block, count), count, block))
+
+
+def _coded(table: Array, count: int, block: int) -> int:
+    """The size in bytes of the table and of what it describes."""
+    return table.nbytes + int(rice_offsets(table, count, block)[-1])
+
+
+def _table(indices: Array, step: int, block: int, count: int) -> Array:
+    table = np.empty(-(-count // block), np.uint16)
+    _rice_table(indices, step, block, np.empty(block, indices.dtype), table)
+    return table
 
 
 def rice_table(indices: Array, block: int) -> Array:
-    table = np.empty(-(-indices.size // block), np.uint16)
-    _rice_table(indices, block, np.empty(block, indices.dtype), table)
-    return table
+    return _table(indices, 1, block, indices.size)
 
 
 def rice_offsets(table: Array, count: int, block: int) -> Array:
