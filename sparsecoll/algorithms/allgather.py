@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,8 @@ class Allgather(Algorithm):
     1. Allgather the encoded vectors (Bruck: recursive doubling for any P), in calls without k and density together with
        the arguments that the ranks compare. On one machine, vectors of 128 KiB and more are sent from every rank to
        every other one. Between nodes, those of 512 KiB and more are divided into chunks of the index space for this, so
-       that one chunk is summed while the next ones are in flight, unless the format is lossy.
+       that one chunk is summed while the next ones are in flight, unless the format is lossy; rows into parts of equal
+       number, which are decoded meanwhile.
     2. Sum all vectors in one pass, or leave that to the caller who wants dense values (`Channel.deferred`).
 
     Volume: 2k(P-1) words with COO (Ok-Topk, Table 1) in ceil(log2 P) messages, or P - 1 messages per chunk; r(P-1) rows
@@ -46,8 +49,10 @@ class Allgather(Algorithm):
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         stages = pipeline.chunks_of(channel, x.dtype, k)
-        if stages > 1:
+        if stages > 1 and not channel.width:
             return self._pipelined(channel, x, k, stages)
+        if stages > 1 and channel.op.sums:
+            return self._of_rows(channel, x, stages)
         blocks = channel.gathered
         if not blocks or not all(map(len, blocks)):
             with channel.phase("gather"):
@@ -60,10 +65,19 @@ class Allgather(Algorithm):
             return Reduction(channel.merge(parts), x)
 
     @staticmethod
+    def _of_rows(channel: Channel, x: Any, stages: int) -> Reduction:
+        """Decode parts of the stored rows, which are not of the same rows on all ranks, while others are in flight."""
+        parts = [x.slice_entries(a, b) for a, b in pairwise(partition.even(x.nnz, stages))]
+        with channel.phase("gather"):
+            arrived = list(pipeline.allgather(channel, parts, rounded=True))
+        with channel.phase("merge"):
+            return Reduction(channel.merge([part for parts in zip(*arrived, strict=True) for part in parts]), x)
+
+    @staticmethod
     def _pipelined(channel: Channel, x: SparseVector, k: int, stages: int) -> Reduction:
         parts = x.split(partition.even(x.length, stages))
         with channel.phase("gather"):
-            arriving = pipeline.allgather(channel, parts)
+            arriving = pipeline.allgather(channel, parts, rounded=True)
             if channel.deferred:
                 chunks = list(arriving)
                 return Reduction(lambda: SparseVector.concatenate([channel.merge(c) for c in chunks]), x, chunks)

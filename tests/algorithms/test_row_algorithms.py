@@ -75,3 +75,28 @@ def test_auto_takes_owners_from_some_number_of_ranks(P, shared, expected, monkey
 
     results = simulate(P, program, network=Network()).results
     assert set(chosen) == {expected} and all(y == results[0] for y in results)
+
+
+@pytest.mark.parametrize("P", [2, 3, 5])
+@pytest.mark.parametrize("dtype, wire", [("float32", None), ("float64", None), ("float32", "float16"), ("int64", None)])
+def test_parts_of_many_rows_that_travel_meanwhile_are_summed_as_one_vector(P, dtype, wire, monkeypatch):
+    """The ranks hold other numbers of rows, one of them none and one fewer than there are parts."""
+    counts = [9000, 0, 3, 5000, 8000][:P]
+    rng = np.random.default_rng(P)
+    inputs = []
+    for count in counts:
+        rows = np.sort(rng.choice(12_000, count, replace=False))
+        inputs.append(RowSparse(rows, (100 * rng.standard_normal((count, 48))).astype(dtype), 12_000))
+
+    def program(comm):
+        before = sparsecoll.traffic(comm).total.messages_sent
+        y = sparsecoll.allreduce(comm, inputs[comm.rank], RowGather(), value_dtype=wire)
+        least = sparsecoll.allreduce(comm, inputs[comm.rank], RowGather(), op="min")
+        return y, least, sparsecoll.traffic(comm).total.messages_sent - before
+
+    apart = simulate(P, program).results
+    assert apart[0][2] > 4 * (P - 1)
+    monkeypatch.setattr("sparsecoll.algorithms.primitives.pipeline.CHUNK_BYTES", 1 << 40)
+    for (y, least, _), (whole, other, messages) in zip(apart, simulate(P, program).results, strict=True):
+        assert y.rows.tobytes() == whole.rows.tobytes() and y.values.tobytes() == whole.values.tobytes()
+        assert y == apart[0][0] and least == other and messages <= 4 * (P - 1)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain, pairwise, repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.channel import Channel, VectorRequest
-from sparsecoll.vector import SparseVector
+from sparsecoll.vector import RowSparse, SparseVector
 
+S = TypeVar("S", SparseVector, RowSparse)
 Program = Generator[list[Any], Any, SparseVector]  # sends, yields its requests, and is sent what has arrived
 
 CHUNK_BYTES = 1 << 18  # smallest chunk
@@ -30,9 +31,13 @@ def chunks(size: float, one_node: bool) -> int:
 
 
 def chunks_of(channel: Channel, dtype: np.dtype[Any], entries: float) -> int:
-    """Return the number of chunks of a message of about so many entries; 1 for lossy formats, which round it whole."""
-    whole = channel.size == 1 or channel.format.lossy or channel.width
-    return 1 if whole else chunks(entries * (dtype.itemsize + 1), channel.transport.one_node)
+    """Return the number of chunks of a message of about so many entries, or rows.
+
+    It is 1 for lossy formats, which round it whole.
+    """
+    whole = channel.size == 1 or channel.format.lossy
+    size = entries * (dtype.itemsize * (channel.width or 1) + 1)
+    return 1 if whole else chunks(size, channel.transport.one_node)
 
 
 def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator[list[SparseVector]]:
@@ -48,20 +53,28 @@ def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator
         transport.progress()
 
 
-def allgather(channel: Channel, parts: Iterable[SparseVector]) -> Iterator[list[SparseVector]]:
-    """Yield, for each of `parts`, those of all ranks in rank order, while the next ones are in flight."""
+def allgather(channel: Channel, parts: Iterable[S], rounded: bool = False) -> Iterator[list[S]]:
+    """Yield, for each of `parts`, those of all ranks in rank order, while the next ones are in flight.
+
+    Args:
+        channel: the call's.
+        parts: of this rank, as many as on the others.
+        rounded: whether they are what a receiver decodes; the own ones are then not decoded (default: False).
+    """
     rank, size = channel.rank, channel.size
-    own: deque[Buffer] = deque()
+    own: deque[tuple[S, Buffer]] = deque()
 
     def stages() -> Iterator[list[VectorRequest]]:
         for part in parts:
-            own.append(channel.encode(part))
+            own.append((part, channel.encode(part)))
             for step in range(1, size):
-                channel.transport.isend((rank + step) % size, own[-1])
+                channel.transport.isend((rank + step) % size, own[-1][1])
             yield [channel.irecv((rank - step) % size) for step in range(1, size)]
 
-    for arrived in run(channel.transport, stages()):
-        vectors = [channel.decode(own.popleft()), *arrived]  # those of rank, rank - 1, ...
+    for received in run(channel.transport, stages()):
+        part, message = own.popleft()
+        vectors: list[Any] = [part if rounded else channel.decode(message)]  # of rank, rank - 1, ...
+        vectors += received
         yield [vectors[(rank - source) % size] for source in range(size)]
 
 
