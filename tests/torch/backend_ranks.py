@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecoll
 import sparsecoll.torch
-from sparsecoll.torch.backend import Options
+from sparsecoll.torch.backend import Options, ProcessGroupSparsecoll
 from sparsecoll.transport import as_transport
 
 RANKS = 5
@@ -126,6 +126,17 @@ def check_adapters():
     assert as_transport(None) is transport and len(os.listdir("/proc/self/fd")) <= files + 2
 
 
+def check_unknown(folder):
+    """Groups that torch.distributed does not know, as torchft makes one after the other."""
+    for place in ("first", "second"):
+        store, rank = dist.PrefixStore(place, dist.FileStore(f"{folder}/unknown", RANKS)), dist.get_rank()
+        group = ProcessGroupSparsecoll(store, rank, RANKS, timedelta(seconds=60), Options())
+        x = torch.sparse_coo_tensor([[rank]], torch.ones(1, 2), (RANKS, 2), check_invariants=True)
+        group.allreduce([x], dist.AllreduceOptions()).wait()
+        assert x.to_dense().equal(torch.ones(RANKS, 2))
+        group.abort()
+
+
 def worker(rank, folder):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -137,7 +148,8 @@ def worker(rank, folder):
         gloo = dist.new_group(list(range(size)), backend="gloo")
         if rank < size:
             compare(group, gloo, failed)
-    for name, check in (("few_bits", lambda: check_few_bits(gloo)), ("adapters", check_adapters)):
+    unknown = ("unknown", lambda: check_unknown(folder))
+    for name, check in (("few_bits", lambda: check_few_bits(gloo)), ("adapters", check_adapters), unknown):
         kind, text = outcome(lambda _, check=check: check(), None)
         failed[name] = [] if kind == "returns" else [text]
     dist.destroy_process_group()

@@ -26,7 +26,7 @@ def failed(tmp_path_factory):
     return {name: [text for rank in ranks for text in rank[name]] for name in ranks[0]}
 
 
-@pytest.mark.parametrize("name", [*backend_calls.CASES, "again", "few_bits", "adapters"])
+@pytest.mark.parametrize("name", [*backend_calls.CASES, "again", "few_bits", "adapters", "unknown"])
 def test_a_call_is_as_gloos(name, failed):
     assert not failed[name], "\n".join(failed[name])
 

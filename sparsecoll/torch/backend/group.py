@@ -23,7 +23,7 @@ from sparsecoll.torch.tensors.private import inner_backends, serve_by, serve_mon
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.process_groups import connect_group, group_transport
+from sparsecoll.transport.process_groups import connect_group
 from sparsecoll.transport.progress import completed_future, in_background
 
 LOST_SECONDS = 5.0  # in which the ranks of a call that has failed in gloo tell each other so
@@ -52,8 +52,10 @@ class ProcessGroupSparsecoll(ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Options) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, arg-type]  # what Python classes can call
         self._store, self._seconds = store, timeout.total_seconds()
-        transport = connect_group(self, "own", self._seconds)
-        name = collective(transport, "init_process_group", self._seconds, lambda _: _drawn_name(transport))
+        self._transport = connect_group(self, "own", self._seconds)  # torch need not know the group
+        name = collective(
+            self._transport, "init_process_group", self._seconds, lambda call: _drawn_name(call.transport)
+        )
         backends = inner_backends(PrefixStore(name, store), rank, size, timeout)
         self._inner: Any = ProcessGroup(store, rank, size)
         for group in (self, self._inner):
@@ -84,14 +86,13 @@ class ProcessGroupSparsecoll(ProcessGroup):
 
     def _call(self, own: Callable[[CollectiveCall], None], x: torch.Tensor, opts: Any) -> Call:
         """Make a call of the library, which changes x."""
-        transport = group_transport(self, self._seconds)
 
         def call() -> None:
             with torch.no_grad():
-                collective(transport, "all_reduce", self._seconds, own)
+                collective(self._transport, "all_reduce", self._seconds, own)
 
         start = in_background if getattr(opts, "asyncOp", True) else _at_once
-        return Call(start(transport, call), [x])
+        return Call(start(self._transport, call), [x])
 
     def _sum_sparse(self, call: CollectiveCall, x: torch.Tensor, name: str | None) -> None:
         if name is None or (name == "mean" and not x.dtype.is_floating_point):
@@ -111,8 +112,7 @@ class ProcessGroupSparsecoll(ProcessGroup):
     def _named(self, name: str, error: RuntimeError) -> Exception:
         """Return the exception that replaces one of gloo, which all ranks get at about the same time."""
         try:
-            transport = group_transport(self, LOST_SECONDS)
-            collective(transport, name, LOST_SECONDS, lambda _: None, failed=error)
+            collective(self._transport, name, LOST_SECONDS, lambda _: None, failed=error)
         except Exception as named:
             return named
         return error
