@@ -95,6 +95,18 @@ def table2():
     return markdown([line(name, name, some, True) for name in dict.fromkeys(row["name"] for row in some)])
 
 
+def wire():
+    """Return the table of our sums' times, and their ratios to what the received bytes take on links of 1 Gb/s."""
+    lines = {}
+    for row in load("allreduce")["rows"]:
+        if row["n"] != 24_000_000 or row["name"] not in SHOWN.values() or row["density"] == 1:
+            continue
+        bound = row["bytes_received"] / 125e6
+        line = lines.setdefault(row["name"], {"": row["name"]})
+        line[f"{row['density']:.0%}"] = f"{row['seconds'] * 1e3:.0f} ms, {row['seconds'] / bound:.2f}"
+    return markdown(lines.values())
+
+
 UNSHOWN = ("gloo, dense", "DSA, DenseStream", "exact sum, float16")  # in the figure only
 SHOWN = {  # in the README: name of a row
     "`MPI_Allreduce`, dense (MPICH)": MPI_ALLREDUCE,
@@ -107,7 +119,11 @@ def tables():
     """Return the table of docs/benchmarks.md that is made of these rows, and that of the README, by name."""
     short = [row for row in load("allreduce")["rows"] if row["n"] == 24_000_000]
     readme = [line(text, name, short) for text, name in SHOWN.items()]
-    return {"allreduce.table2": table2(), "allreduce.readme": f"{markdown(readme)}\n\n{source('allreduce')}"}
+    return {
+        "allreduce.table2": table2(),
+        "allreduce.wire": wire(),
+        "allreduce.readme": f"{markdown(readme)}\n\n{source('allreduce')}",
+    }
 
 
 def main():
