@@ -127,6 +127,60 @@ def test_means_are_weighted_and_a_worker_that_was_away_begins_with_the_newest_st
     assert alone < -80
 
 
+class Removing:
+    """A store that removes a message as soon as a worker looks for it, and in which none may wait for a value."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        call = getattr(self.store, name)
+
+        def seen(key, *given):
+            keys = [key] if isinstance(key, str) else key
+            assert name not in ("get", "wait") or self.store.check(keys), f"{name} would wait for {keys}"
+            found = call(key, *given)
+            if "0/message/0" in keys:
+                self.store.delete_key("0/message/0.0")
+                self.store.delete_key("0/message/0")
+            return found
+
+        return seen
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_messages_that_are_removed_while_a_worker_reads_them_are_not_waited_for(rounds):
+    """The worker takes the newest state and keeps its changes, be it one round behind or more."""
+    store = dist.HashStore()
+    a, b = Constant(store, 1.0, "a", 0.01), Constant(store, 5.0, "b", 60)
+    a.steps(2 * (rounds - 1))
+    a.group._waits[-1] = 1 << 30  # bytes, so that it writes a state
+    a.steps()
+    a.group.deadline, b.group._store, changes = 60.0, Removing(store), 10
+    if rounds == 1:
+        assert b.steps() == -2 - changes
+        changes += 10
+
+    def after_its_return():
+        while not store.check([f"{rounds - 1}/name/1"]):
+            time.sleep(0.001)
+        return a.steps()
+
+    assert together(after_its_return, b.steps) == [-2 * rounds - (2 + changes) / 2] * 2
+    assert b.group.number == rounds
+
+
+def test_messages_and_states_are_longer_than_a_tcp_store_takes_at_once():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    p = torch.nn.Parameter(torch.zeros(2_200_000))
+    LocalOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], ElasticGroup(store, name="a"), every=1)
+    client, q = dist.TCPStore("127.0.0.1", store.port, is_master=False), torch.nn.Parameter(torch.ones(2_200_000))
+    joined = LocalOptimizer(torch.optim.SGD([q], 1.0), [("p", q)], ElasticGroup(client, deadline=0.01), every=1)
+    q.grad = torch.ones_like(q)
+    joined.step()
+    assert not (q + 1).any()
+
+
 def test_a_worker_that_joins_after_some_rounds_has_the_bits_of_the_others():
     """Also where old + (new - old) is not new."""
     store, models = dist.HashStore(), [net() for _ in range(2)]

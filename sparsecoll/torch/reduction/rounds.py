@@ -28,8 +28,13 @@ from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Named, are_equal
 from sparsecoll.transport.all_ranks import joined, separated
 
-PIECE = 16 << 20  # bytes of a value in the store
+PIECE = 4 << 20  # bytes of a value in the store; a TCPStore closes the connection if it gets more than 8 MiB
 MOST_PAUSE = 0.05  # seconds between two looks at a round
+MISSING = "\0none"  # no value in the store is this
+
+
+class Missed(CommunicationError):
+    """What a round has left is no longer in the store, because this worker is far behind."""
 
 
 class Contribution(NamedTuple):
@@ -93,14 +98,14 @@ class ElasticGroup:
     def _present(self, number: int) -> dict[int, str]:
         """Return the workers in a round by their places, those that came late, too."""
         count = int(self._store.add(f"{number}/places", 0))
-        keys = {place: f"{number}/name/{place}" for place in range(count)}
-        return {place: self._store.get(key).decode() for place, key in keys.items() if self._store.check([key])}
+        names = {place: self._get(f"{number}/name/{place}") for place in range(count)}
+        return {place: name.decode() for place, name in names.items() if name is not None}
 
     def exchange(self, number: int, weight: float, message: Buffer) -> tuple[list[Contribution], bool]:
         """Write this worker's message, wait until the round closes, and return all, and whether its own is among them.
 
         Raises:
-            CommunicationError: The messages are no longer in the store.
+            Missed: The messages are no longer in the store.
         """
         if self.is_closed(number):
             return self.read(number), False
@@ -132,7 +137,7 @@ class ElasticGroup:
         """Return the contributions to a closed round, in the same order on all workers.
 
         Raises:
-            CommunicationError: They are no longer in the store.
+            Missed: They are no longer in the store.
         """
         found = []
         for place, worker in json.loads(self._store.get(f"{number}/closed")):
@@ -169,7 +174,7 @@ class ElasticGroup:
         """Return the newest state in the store, and set `number`; the rounds since are still in the store."""
         ends = time.monotonic() + self.deadline
         while True:
-            with contextlib.suppress(RuntimeError, CommunicationError):  # it was replaced meanwhile
+            with contextlib.suppress(RuntimeError, Missed):  # it was replaced meanwhile
                 self._store.wait(["state"], datetime.timedelta(seconds=self.deadline))
                 self.number = int(self._store.get("state"))
                 state = self._read(f"state/{self.number}")
@@ -196,7 +201,12 @@ class ElasticGroup:
                 self._delete(f"{old}/message/{place}")
                 self._store.delete_key(f"{old}/name/{place}")
 
-    # -- long values
+    # -- values
+
+    def _get(self, key: str) -> bytes | None:
+        """Return a value, or None: `get` would wait for one that another worker has removed."""
+        found: bytes = self._store.compare_set(key, MISSING, MISSING)
+        return None if found == MISSING.encode() else found
 
     def _write(self, key: str, data: bytes) -> None:
         count = -(-len(data) // PIECE)
@@ -205,17 +215,16 @@ class ElasticGroup:
         self._store.set(key, str(count))
 
     def _read(self, key: str) -> NDArray[np.uint8]:
-        count = int(self._store.get(key)) if self._store.check([key]) else 0
-        keys = [f"{key}.{i}" for i in range(count)]
-        if not keys or not self._store.check(keys):
-            raise CommunicationError(f"store: expected {key}, got none: it was removed")
-        return np.frombuffer(b"".join(map(self._store.get, keys)), np.uint8)
+        count = int(self._get(key) or 0)
+        pieces = [piece for i in range(count) if (piece := self._get(f"{key}.{i}")) is not None]
+        if not pieces or len(pieces) < count:
+            raise Missed(f"store: expected {key}, got none: it was removed")
+        return np.frombuffer(b"".join(pieces), np.uint8)
 
     def _delete(self, key: str) -> None:
-        if self._store.check([key]):
-            for i in range(int(self._store.get(key))):
-                self._store.delete_key(f"{key}.{i}")
-            self._store.delete_key(key)
+        for i in range(int(self._get(key) or 0)):
+            self._store.delete_key(f"{key}.{i}")
+        self._store.delete_key(key)
 
 
 class ElasticMeans(Means):
@@ -279,18 +288,13 @@ class ElasticMeans(Means):
             self._take()
 
     def _catch_up(self, last: int = 0) -> None:
-        """Take the means of rounds that were missed, or the newest state; what this worker has changed stays.
+        """Take the means of rounds that are over, or the newest state; what this worker has changed stays.
 
         With `last`, so many are left, which `exchange` finds closed.
         """
         while not self._under_way and self._group.is_closed(self._next + last):
-            try:
-                self._begin(self._pace.fragment(self._next), 0)
-                self._take()
-            except CommunicationError:
-                before = {name: t.clone() for name, t in self._shared.items()}
-                self._load_shared(self._group.newest())
-                self._follow(before)
+            self._begin(self._pace.fragment(self._next), 0)
+            self._take()
 
     def _make_buckets(self, flags: int) -> None:
         self._buckets.make({name for name, p in self._params.items() if takes_part(p)})
@@ -350,7 +354,14 @@ class ElasticMeans(Means):
         self._group.leave()
 
     def _take(self) -> Round:
-        outcome = super()._take()
+        try:
+            outcome = super()._take()
+        except Missed:
+            before = {name: t.clone() for name, t in self._shared.items()}
+            self._load_shared(self._group.newest())
+            self._follow(before)
+            self.steps = 0
+            return Round(LATE)
         size = sum(t.nbytes for t in self._shared.values()) * 2
         if not self._under_way:
             self._group.publish(self.replica.context.step, self._saved, size)
