@@ -7,12 +7,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sharded_models import TORCHRUN, Net, W  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed import checkpoint as dcp  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError  # noqa: E402
-from sparsecoll.torch import LocalOptimizer, load, save  # noqa: E402
+from sparsecoll.torch import LocalOptimizer, load, redistribute, save  # noqa: E402
 from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
@@ -20,9 +21,12 @@ WORKERS = 2 if W % 2 == 0 else W
 STREAM = {"every": 4, "fragments": 2, "delay": 1, "alpha": 0.5}
 
 
-def sharded():
-    mesh = init_device_mesh("cpu", (WORKERS, W // WORKERS), mesh_dim_names=("worker", "shard"))
-    model = Net()
+def sharded(shape=(WORKERS, W // WORKERS), seed=0):
+    """A mesh of the first ranks, workers * shards, and a model on it; on the other ranks no model."""
+    ranks = torch.arange(shape[0] * shape[1]).view(shape)
+    mesh, model = DeviceMesh("cpu", ranks, mesh_dim_names=("worker", "shard")), Net(seed)
+    if mesh.get_coordinate() is None:
+        return mesh, None
     for part in (model.first, model.twice, model):
         fully_shard(part, mesh=mesh["shard"])
     return mesh, model
@@ -96,6 +100,84 @@ def test_a_state_resumes_from_a_file_and_a_nan_is_discarded(comm, tmp_path):
     resumed.discard()
     train(again, resumed, worker, 6, 11)
     assert all(p.isfinite().all() for p in whole(again).values())
+
+
+def state_of(optimizer):
+    """Whole tensors of the state of a worker: residuals, the parameters at the last mean and now, all momenta."""
+    state = optimizer.state_dict()
+    local, inner = state["sparsecoll_local"], state["state"]
+    momenta = [entry for own in (inner, local["outer"]["state"]) for entry in own.values()]
+    parts = [state["sparsecoll"]["tensors"].get("residual", {}), local["shared"], local["own"], *momenta]
+    return [{name: t.full_tensor() for name, t in part.items() if t.dim()} for part in parts]
+
+
+@pytest.mark.skipif(W != 4, reason="needs 2 workers with 2 shards")
+@pytest.mark.parametrize(
+    ("method", "options", "shape"),
+    [("none", {}, (2, 1)), ("none", STREAM, (2, 1)), *(("topk", {}, shape) for shape in [(2, 2), (2, 1), (1, 3)])],
+)
+def test_a_checkpoint_of_torch_is_loaded_on_another_mesh(comm, tmp_path_factory, method, options, shape):
+    options = {**options, "compressor": TopKCompressor(0.2, "allgather") if method == "topk" else "none"}
+    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
+    mesh, model = sharded()
+    optimizer = made(model, mesh.get_group("worker"), **options)
+    worker = mesh.get_local_rank("worker")
+    train(model, optimizer, worker, 5)  # no mean is under way
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(saved, checkpoint_id=f"{path}/{worker}", process_group=mesh.get_group("shard"))
+    before = [comm.bcast(state_of(optimizer), root=2 * i) for i in range(2)]
+    train(model, optimizer, worker, 5, 5)
+    optimizer.synchronize()
+    expected = whole(model)
+
+    mesh, again = sharded(shape, seed=7)
+    if again is None:
+        return
+    worker = mesh.get_local_rank("worker")
+    loaded = {"model": again.state_dict()}
+    dcp.load(loaded, checkpoint_id=f"{path}/{worker}", process_group=mesh.get_group("shard"))
+    resumed = made(again, mesh.get_group("worker"), **options)
+    again.load_state_dict(loaded["model"])
+    states = [resumed.read(f"{path}/{i}") for i in range(2)]
+    resumed.load_state_dict(states[worker] if shape[0] == 2 else redistribute(states, worker, 1))
+    for i, part in enumerate(state_of(resumed)):
+        assert part.keys() == before[0][i].keys()
+        for name, t in part.items():
+            mine = [own[i][name] for own in before]
+            torch.testing.assert_close(t, mine[worker] if shape[0] == 2 or i > 2 else sum(mine) / 2)
+    train(again, resumed, worker, 5, 5)
+    resumed.synchronize()
+    for name, p in whole(again).items():
+        if shape == (2, 2) or (shape[0] == 2 and method == "none"):  # which depends on the shards
+            torch.testing.assert_close(p, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(W != 4, reason="needs 2 workers with 2 shards")
+def test_a_checkpoint_of_torch_is_read_for_whole_models_and_other_states_are_refused(comm, tmp_path_factory):
+    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
+    mesh, model = sharded()
+    optimizer = made(model, mesh.get_group("worker"))
+    worker = mesh.get_local_rank("worker")
+    train(model, optimizer, worker, 4)
+    state = optimizer.state_dict()
+    dcp.save({"optimizer": state}, checkpoint_id=f"{path}/{worker}", process_group=mesh.get_group("shard"))
+    plain = made(Net(seed=7), mesh.get_group("worker"))
+    plain.load_state_dict(plain.read(f"{path}/{worker}"))
+    for name, t in plain.state_dict()["sparsecoll_local"]["own"].items():
+        assert torch.equal(t, state["sparsecoll_local"]["own"][name].full_tensor())
+    with pytest.raises(ValueError, match="checkpoint_id: expected a checkpoint of torch"):
+        optimizer.read(f"{path}/none")
+    with pytest.raises(ValueError, match="key: expected one that has the state of a LocalOptimizer"):
+        optimizer.read(f"{path}/{worker}", key="model")
+    with pytest.raises(CommunicationError, match="expected that of the shard at"):
+        plain.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.read(f"{path}/{worker}"))
+    optimizer.state[next(model.parameters())]["exp_avg"] = torch.ones(7)
+    dcp.save(
+        {"optimizer": optimizer.state_dict()}, checkpoint_id=f"{path}/{worker}", process_group=mesh.get_group("shard")
+    )
+    with pytest.raises(ValueError, match="expected the shape"):
+        optimizer.read(f"{path}/{worker}")
 
 
 @pytest.mark.skipif(W // WORKERS < 2, reason="needs shards")

@@ -293,8 +293,33 @@ class LocalOptimizer(Wrapper):
         for p, entries in held.items():
             for key, t in entries.items():
                 if hasattr(t, "to_local") and hasattr(p, "to_local"):  # a file's DTensor has a mesh of its own
-                    about = {"run_check": False, "shape": p.shape, "stride": p.stride()}
-                    entries[key] = t.from_local(t.to_local(), p.device_mesh, p.placements, **about)
+                    about = {"run_check": False, "shape": t.shape, "stride": t.stride()}
+                    entries[key] = t.from_local(t.to_local(), p.device_mesh, t.placements, **about)
+
+    def read(self, checkpoint_id: Any, *, key: str = "optimizer", storage_reader: Any = None) -> dict[str, Any]:
+        """Return the state in a checkpoint that dcp.save of torch.distributed.checkpoint has written for one worker.
+
+            dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder, process_group=mesh.get_group("shard"))
+            ...
+            optimizer.load_state_dict(optimizer.read(folder))
+
+        The worker that saves it and the one that reads it may have any numbers of shards, or whole parameters. For
+        another number of workers, pass all of their states to `redistribute`. Thresholds and factors are found again.
+        Collective over the ranks of a worker.
+
+        Args:
+            checkpoint_id: folder of the worker's checkpoint, as for dcp.load.
+            key: of this state in the checkpoint (default: "optimizer").
+            storage_reader: as for dcp.load (default: None, which reads files).
+
+        Returns:
+            State for `load_state_dict`, with DTensors of this worker's mesh.
+
+        Raises:
+            ValueError: There is no such checkpoint or key, or a tensor of the wrapped optimizer has another shape than
+                its parameter, so that it cannot be cut for another number of shards.
+        """
+        return self._engine.read(self.state_dict(), checkpoint_id, storage_reader, key)
 
     def move(self, comm: Any) -> None:
         """Continue on another communicator, as that of `sparsecoll.shrink` after a rank was lost; collective on it.

@@ -13,6 +13,7 @@ import torch
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.tensors.model import own_part
 from sparsecoll.transport import Transport
 
 STATE = "sparsecoll"  # key of the library's own part of a state_dict, which has at least these keys
@@ -128,7 +129,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
-    own = [state.get(STATE, state) for state in states]
+    own = [local_parts(state.get(STATE, state)) for state in states]
     _check_parts(own)
     replicated, scale = set(own[0]["replicated"]), size / len(own)
     tensors: Tensors = {}
@@ -141,7 +142,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
     new = {**own[0], "rank": rank, "size": size, "tensors": tensors, "buckets": []}
     if STATE not in states[0]:
         return new
-    local = {LOCAL: _joined_changes([state[LOCAL] for state in states])} if LOCAL in states[0] else {}
+    local = {LOCAL: _joined_changes([local_parts(state[LOCAL]) for state in states])} if LOCAL in states[0] else {}
     return {**states[rank % len(states)], STATE: new, **local}
 
 
@@ -239,14 +240,28 @@ def load(path: str | os.PathLike[str]) -> Any:
         ) from error
 
 
-def local_of(state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def local_parts(value: Any) -> Any:
+    """Return saved values, with this rank's part in place of each DTensor."""
+    if isinstance(value, Mapping):
+        return {key: local_parts(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [local_parts(part) for part in value]
+    return own_part(value) if torch.is_tensor(value) else value
+
+
+def local_of(state: Mapping[str, Any], params: Mapping[str, torch.Tensor], shard: Any) -> dict[str, Any]:
     """Return the part of a state that is LocalOptimizer's, after a check; that of a plain optimizer has none."""
     own = state.get(LOCAL)
     if own is None:
         return {}
-    missing = {"steps", "outer", *MOVED}.difference(own) | {STATE}.difference(state)
+    missing = {"steps", "outer", "shard", *MOVED}.difference(own) | {STATE}.difference(state)
     if missing:
         raise ValueError(f"state_dict: expected that of LocalOptimizer, got one without {min(missing)!r}")
+    if own["shard"] != shard:
+        raise CommunicationError(
+            f"state_dict: expected that of the shard at {shard} (place and shape of the mesh), got that at"
+            f" {own['shard']}: load the file that this rank saved or, on other meshes, what LocalOptimizer.read returns"
+        )
     here = {name: tuple(p.shape) for name, p in params.items()}
     for name, t in [(name, t) for kind in MOVED for name, t in own[kind].items()]:
         if name not in here:

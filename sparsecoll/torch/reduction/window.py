@@ -14,7 +14,8 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.pace import Mean, OuterOptimizers, Pace
-from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, local_of, renamed_state
+from sparsecoll.torch.reduction.shards import Path, as_shard, mesh_of, place_of, read
+from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, local_of, local_parts, renamed_state
 from sparsecoll.torch.replica.calls import Options
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.tensors.layout import takes_part
@@ -58,7 +59,7 @@ class Window(Owner):
         self._loaded: Named = {}  # the parameters of a loaded state, until the next step
         self._refused: Exception | None = None  # what the next mean raises
         self._under_way: list[Mean] = []
-        self._outer, self._names, self._pace, self._device = outer, names, pace, device
+        self._optimizer, self._outer, self._names, self._pace, self._device = optimizer, outer, names, pace, device
         self.members = Members(optimizer, self._params, names)
         self.replica = Replica(transport, None, options)
         self.replica.buffers, self.replica.changed = Buffers(model), self.members.changed
@@ -192,11 +193,40 @@ class Window(Owner):
         if self._refused is not None:
             raise self._refused
         wait([mean.result for mean in self._under_way])  # whose changes are saved like others
-        names = sorted(self._moved)
+        names, params = sorted(self._moved), self._params
         both = zip(MOVED, (self._shared, self._own), strict=True)
-        own = {kind: {name: tensors[name].detach().clone() for name in names} for kind, tensors in both}
-        state = renamed_state(self._buckets.state_dict(), self.members.kept())
-        return {STATE: state, LOCAL: {"steps": self.steps, "outer": self._outer.state_dict(), **own}}
+        own = {kind: {n: as_shard(of[n].detach().clone(), params[n]) for n in names} for kind, of in both}
+        outer, state = self._outer.state_dict(), self._buckets.state_dict()
+        for i, one in enumerate(outer if isinstance(outer, list) else [outer]):
+            entries = [(j, self._param_at((LOCAL, "outer", i, "state", j, "")), of) for j, of in one["state"].items()]
+            one["state"] = {j: {kind: as_shard(t, p) for kind, t in of.items()} for j, p, of in entries}
+        for kind in state["tensors"].keys() - set(state["replicated"]):
+            state["tensors"][kind] = {n: as_shard(t, params.get(n)) for n, t in state["tensors"][kind].items()}
+        local = {"steps": self.steps, "outer": outer, "shard": place_of(params.values()), **own}
+        return {STATE: renamed_state(state, self.members.kept()), LOCAL: local}
+
+    def _param_at(self, path: Path) -> torch.Tensor | None:
+        """Return the parameter of a tensor at this path in a state of LocalOptimizer."""
+        if path[0] == STATE or path[1] in MOVED:
+            return self._params.get(path[-1])
+        if "state" not in path:
+            return None
+        given = {id(copy): self._params[name] for name, copy in self._shared.items()}
+        own = self._optimizer
+        if path[0] == LOCAL:
+            own = self._outer.optimizers[path[2] if isinstance(path[2], int) else 0]
+        p: torch.Tensor = [p for group in own.param_groups for p in group["params"]][int(path[-2])]
+        return given.get(id(p), p)
+
+    def read(self, state: dict[str, Any], checkpoint_id: Any, storage_reader: Any, key: str) -> dict[str, Any]:
+        """Return a state with what a checkpoint has in place of this one's tensors. Collective within a worker."""
+        local = {**state[LOCAL], "shared": {}, "own": {}}
+        for one in local["outer"] if isinstance(local["outer"], list) else [local["outer"]]:
+            one["state"] = {}
+        new = {**state, "state": {}, STATE: {**state[STATE], "tensors": {}, "buckets": []}, LOCAL: local}
+        read(new, checkpoint_id, storage_reader, key, mesh_of(self._params.values()), self._param_at)
+        local["shard"] = state[LOCAL]["shard"]
+        return new
 
     def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], Any]) -> None:
         """Load a state, on all ranks or on none, as `Buckets.load_state_dict` does. Collective."""
@@ -206,8 +236,9 @@ class Window(Owner):
         own: dict[str, Any] = {"steps": 0, "outer": None, "shared": {}, "own": {}}
 
         def checked() -> Any:
-            own.update(local_of(state, self._own))
-            return state.get(STATE)
+            given = local_parts({key: state[key] for key in (STATE, LOCAL) if key in state})
+            own.update(local_of(given, self._own, place_of(self._params.values())))
+            return given.get(STATE)
 
         def load_all() -> None:
             load()
