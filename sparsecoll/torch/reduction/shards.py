@@ -91,4 +91,4 @@ def _empty(stored: Any, p: Any, name: str) -> Any:
             f"{name}: expected the shape {tuple(p.shape)} of its parameter, got {tuple(stored.size)}, of which parts on"
             " another number of ranks are not known: load a file of each rank"
         )
-    return torch.zeros(stored.size, dtype=dtype)
+    return torch.zeros(stored.size, dtype=dtype, device=p.device if p is not None and stored.size == p.shape else "cpu")
