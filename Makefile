@@ -38,7 +38,7 @@ check-torch: $(MPICH)/test.done  # the middle loop: the tests of the PyTorch ada
 test: test-serial test-mpich test-torchrun test-openmpi
 
 test-serial: $(MPICH)/test.done
-	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile $(PYTEST_FLAGS)
+	$(LIMIT) 4000 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 test-mpich: $(MPICH)/test.done
 	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi $(ON_THREE)
