@@ -89,6 +89,7 @@ def main(folder, backend):
         wait_for(lambda: shown(folder / "2")[1] == "3")
         end("0", "1", "2")
         steps = shown(folder / "0")[0] * SHOW
+        time.sleep(3)  # until the lighthouse no longer counts those that were killed
         start("alone", lambda: train(steps))
         wait_for(lambda: shown(folder / "alone")[0] == steps // SHOW)
     finally:
