@@ -28,7 +28,7 @@ CHECK_BYTES = 4  # of the checksum that precedes them, of these fields and the n
 HEADER_BYTES = CHECK_BYTES + FIELDS.size
 SILENT_SECONDS = 60.0  # after which a host that acknowledges nothing counts as lost
 TCP_INFO = struct.Struct("<2x2B52xI") if sys.platform.startswith("linux") else None
-LOW_WATER = 1 << 18  # bytes that arrive before a receiver is woken, where as many are missing: each time costs
+LOW_WATER = 1 << 18  # bytes that arrive before a receiver is woken, where as many are missing: waking takes time
 SCRATCH = memoryview(bytearray(1 << 16))  # for messages that are discarded
 TORN = "an exception came between a system call and the count of its bytes"
 
