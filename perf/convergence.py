@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from harness import FIGURES, cell, load, markdown
 from nets import TASKS, data, quality
+from published import SparseLoCo
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -67,7 +68,12 @@ PAPERS = {  # more of the papers' baselines
     "densestream 5 %": corrected("densestream", density=0.05),
 }
 DROP_IN, ONE_BIT, LOCAL = "SparseSGD", "OneBitAdam", "10 local steps, 10 %, 4 bits"
-DILOCO = {f"DiLoCo, {preset}": {"preset": preset} for preset in ("diloco", "streaming", "sparseloco")}
+DILOCO = {f"DiLoCo, {preset}": {"preset": preset} for preset in ("diloco", "streaming", "sparseloco", "muloco")}
+DILOCO |= {f"DiLoCo, sparseloco, every {every}": {"preset": "sparseloco", "every": every} for every in (15, 100)}
+DILOCO |= {
+    "DiLoCo, sparseloco, outer rate 1": {"preset": "sparseloco", "outer_lr": 1.0},
+    "SparseLoCo as published": {"preset": "sparseloco", "compressor": SparseLoCo()},
+}
 SPARSE = {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)} | {DROP_IN: {}}
 OTHERS = {
     "dense": lambda *_: "none",
@@ -122,7 +128,10 @@ def optimizers(task, line, model, comm, steps):
     if line in DDP:
         return inner, inner
     if line in DILOCO:
-        return inner, DiLoCo(inner, model, comm, **DILOCO[line])
+        if "muloco" in line:
+            inner = muon_and_adamw(model, task.lr, **adam)
+        optimizer = DiLoCo(inner, model, comm, **DILOCO[line])
+        return optimizer.optimizer, optimizer
     compressor = LINES[line](task, steps)
     common = {"bucket_bytes": 1 << 18 if line.startswith("covap") else 25 << 20}  # it filters buckets
     common["dense_below"] = 0 if ", 4 bits" in line else 1024
@@ -130,6 +139,14 @@ def optimizers(task, line, model, comm, steps):
         return inner, LocalOptimizer(inner, model, comm, compressor, **common, every=10, outer_lr=2.0)
     overlap = task.clip is None
     return inner, DistributedOptimizer(inner, model.named_parameters(), comm, compressor, overlap=overlap, **common)
+
+
+def muon_and_adamw(model, lr, **adam):
+    """Return Muon for the matrices of a transformer's layers, with AdamW's rate, and AdamW for the rest."""
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    muon = torch.optim.Muon(matrices, lr, weight_decay=adam["weight_decay"], adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr, **adam)]
 
 
 def train(comm, name, line, seed, validate=False, points=8):

@@ -218,6 +218,7 @@ TASKS = {
     "lstm": Task(emails, lambda _: Spam(), 16, 1.0, clip=1.0),
     "mlp": Task(speech, lambda x: mlp(x.shape[1], 256, 256, 256, 64), 8, 0.1, batch=256),
     "text": Task(addresses, lambda x: Transformer(x.shape[1]), 0.25, 2e-3, batch=32, adam=True, unit="bits per byte"),
+    "long": Task(addresses, lambda x: Transformer(x.shape[1]), 0.4786, 2e-3, batch=16, adam=True, unit="bits per byte"),
     "wide": Task(fashion_mnist, lambda _: mlp(784, 2048, 2048, 10), 0.748, 0.05),
 }
 
