@@ -57,7 +57,7 @@ test-openmpi: $(OPENMPI)/test.done
 test-pythons:  # the contract on the other versions of Python, without MPI and torch; skips those not installed
 	for version in 3.12 3.13 3.14 3.15; do .ci/pythons $$version -m "not slow" $(CONTRACT) || exit; done
 
-frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate, Lightning and torchft; not part of make test
+frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate, Lightning, Ray and torchft; not part of make test
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi tests/mpi/test_frameworks.py
 	$(LIMIT) 900 $(MPICH)/bin/torchrun --nproc-per-node 2 -m pytest -q --color=no tests/mpi/test_frameworks.py
 	$(LIMIT) 900 $(MPICH)/bin/python -m pytest -q tests/test_docs.py tests/test_examples.py tests/torch/test_guests.py -k "frameworks or guests"

@@ -1,13 +1,15 @@
-"""Train an embedding in Accelerate or Lightning, whose gradients the backend "sparsecoll" sums as rows.
+"""Train an embedding in Accelerate, Lightning or Ray Train, whose gradients the backend "sparsecoll" sums as rows.
 
 torchrun --nproc-per-node 2 examples/backend_guests.py accelerate
 torchrun --nproc-per-node 2 examples/backend_guests.py lightning
+python examples/backend_guests.py ray
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -75,7 +77,31 @@ def lightning_losses(backend: str) -> list[float]:
     return module.losses
 
 
-GUESTS = {"accelerate": accelerate_losses, "lightning": lightning_losses}
+def ray_losses(backend: str) -> list[float]:
+    """Likewise with Ray Train, which starts two workers; return the losses of the first."""
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prepare_model
+
+    def loop() -> None:
+        assert dist.get_backend() == backend
+        model, losses = prepare_model(classifier()), []
+        optimizer = torch.optim.SGD(model.parameters(), 2.0)
+        for words, labels in prepare_data_loader(DataLoader(bags(), batch_size=8)):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(words), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        with tempfile.TemporaryDirectory() as folder:
+            ray.train.report({"losses": losses}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+    with tempfile.TemporaryDirectory() as folder:
+        workers, run = ray.train.ScalingConfig(num_workers=2), ray.train.RunConfig(storage_path=folder)
+        trainer = TorchTrainer(loop, torch_config=TorchConfig(backend), scaling_config=workers, run_config=run)
+        return trainer.fit().metrics["losses"]
+
+
+GUESTS = {"accelerate": accelerate_losses, "lightning": lightning_losses, "ray": ray_losses}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,4 +111,5 @@ if __name__ == "__main__":
     losses = GUESTS[args.guest](args.backend)
     if os.environ.get("RANK", "0") == "0":
         print("losses:", *(f"{loss:.9f}" for loss in losses))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

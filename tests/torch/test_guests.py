@@ -5,6 +5,7 @@ Skipped where they are missing; `make frameworks` installs them.
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,15 @@ def test_losses_are_those_with_gloo(guest, tmp_path):
         )
         np.testing.assert_allclose(losses, expected, rtol=1e-9)
         assert none == 0 and sums == len(losses) == 25
+
+
+def test_losses_in_ray_are_those_with_gloo():
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("no ray")
+    example = Path(__file__).parents[2] / "examples/backend_guests.py"
+    jobs = [python(example, "ray", "--backend", backend) for backend in ("gloo", "sparsecoll")]
+    expected, losses = (re.findall(r"^losses: (.*)", job.stdout, re.M) for job in jobs)
+    assert losses == expected and len(losses[0].split()) == 25, jobs[1].stdout + jobs[1].stderr
 
 
 def test_torchft_goes_on_without_a_replica_and_with_a_new_one(tmp_path):
