@@ -290,7 +290,7 @@ def tables():
     made = {"defaults": defaults(rows, nets), "seconds": seconds_table()}
     made["nets"] = side_by_side(rows, nets, [line for line in LINES if line not in ASIDE])
     made["papers"] = side_by_side(rows, ("resnet", "lstm"), PAPERS)
-    made["text"] = table(rows, "text")
+    made |= {name: table(rows, name) for name in ("text", "long")}
     return {f"convergence.{name}": text for name, text in made.items()}
 
 
