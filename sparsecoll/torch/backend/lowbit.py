@@ -47,10 +47,9 @@ class LowBitSums:
             op: "sum" or "mean".
         """
         call.signature |= {"dense": self.options.dense, "op": op, "length": x.numel(), "dtype": str(x.dtype)}
-        finite = bool(torch.isfinite(x.sum(dtype=torch.float64)))
-        held = call.agree(entries=int(finite))
         flat = x.detach().contiguous().view(-1)
         work = flat if flat.dtype is torch.float64 else flat.float()
+        held = call.agree(entries=int(DenseVector(CPU.array(work)).first_not_finite() is None))
         mean, channel = op == "mean", Channel(call.transport, x.numel())
         if not min(held):  # no scale has room for them; nothing is rounded, and the residual stays
             reduced = allreduce_vectors(
