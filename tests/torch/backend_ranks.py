@@ -95,6 +95,9 @@ def check_few_bits(exact):
         overflow[3] = float("inf") if dist.get_rank() == 1 else 1
         dist.all_reduce(overflow, group=group)
         assert torch.isinf(overflow).nonzero().tolist() == [[3]] and overflow[0] == size
+        huge = torch.full((n,), 1e300, dtype=torch.float64)  # no scale of float32 holds it
+        dist.all_reduce(huge, group=group)
+        assert torch.allclose(huge, torch.full_like(huge, 1e300 * size))
         whole = dist.ReduceOp.SUM
         for x, op in ((torch.ones(n) / 3, dist.ReduceOp.MAX), (torch.arange(n), whole), (torch.ones(9), whole)):
             y = x.clone()

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sparsecoll.algorithms import Dense, LowBit
 from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import CallOptions
+from sparsecoll.kernels import kernels_of
 from sparsecoll.torch.backend.options import BITS, Options
 from sparsecoll.torch.tensors.layout import CPU
 from sparsecoll.transport.call import CollectiveCall
@@ -49,9 +50,12 @@ class LowBitSums:
         call.signature |= {"dense": self.options.dense, "op": op, "length": x.numel(), "dtype": str(x.dtype)}
         flat = x.detach().contiguous().view(-1)
         work = flat if flat.dtype is torch.float64 else flat.float()
-        held = call.agree(entries=int(DenseVector(CPU.array(work)).first_not_finite() is None))
+        values = CPU.array(work)
+        largest = values.dtype.type(np.finfo(np.float32).max / (2 * call.transport.size))  # scales are float32
+        fits = kernels_of(values).key_range(values)[1] <= int(largest.view(f"u{values.dtype.itemsize}"))
+        held = call.agree(entries=int(fits))
         mean, channel = op == "mean", Channel(call.transport, x.numel())
-        if not min(held):  # no scale has room for them; nothing is rounded, and the residual stays
+        if not min(held):  # no scale has room for NaN, infinity, or the sum; nothing is rounded, and the residual stays
             reduced = allreduce_vectors(
                 call.transport, DenseVector(CPU.array(work)), Dense(), CallOptions(nonfinite="pass")
             )

@@ -20,7 +20,7 @@ class Options:
         dense: "exact" (the default), or "int8" or "int4" to sum dense floats in 8 or 4 bits a value with error feedback
             (`sparsecoll.LowBit`): what rounding takes from a tensor enters the next sum in the same memory. This is for
             gradients, as in DDP's buckets. Sums of other dtypes, other operations than SUM and AVG, tensors that are
-            not on the CPU, and those with NaN or infinity on some rank remain exact.
+            not on the CPU, and those with NaN, infinity or values near float32's largest on some rank remain exact.
         dense_below: number of values below which sums are exact in any case, such as losses (default: 1024).
 
     Raises:
