@@ -56,9 +56,8 @@ class LowBitSums:
         held = call.agree(entries=int(fits))
         mean, channel = op == "mean", Channel(call.transport, x.numel())
         if not min(held):  # no scale has room for NaN, infinity, or the sum; nothing is rounded, and the residual stays
-            reduced = allreduce_vectors(
-                call.transport, DenseVector(CPU.array(work)), Dense(), CallOptions(nonfinite="pass")
-            )
+            options = CallOptions(nonfinite="pass")
+            reduced = allreduce_vectors(call.transport, DenseVector(values), Dense(), options)
             work = CPU.tensor(np.asarray(reduced.value.values))
             x.copy_((work / call.transport.size if mean else work).view(x.shape))
             return
@@ -66,7 +65,7 @@ class LowBitSums:
         acc = self._pop(key, x)
         acc += work
         algorithm = LowBit(bits=BITS[self.options.dense], rounding="nearest")
-        algorithm.sum_of(channel, DenseVector(CPU.array(acc)), DenseVector(CPU.array(work)), 0, mean, take=True)
+        algorithm.sum_of(channel, DenseVector(CPU.array(acc)), DenseVector(values), 0, mean, take=True)
         call.transport.waitall()
         if work is not flat or not x.is_contiguous():  # on some ranks only, perhaps
             x.copy_(work.view(x.shape))
