@@ -48,6 +48,8 @@ class Failures:
             yield
         except Exception as error:
             known = getattr(error, "known_on", None)
+            if known is None and getattr(error, "on_all_ranks", False):  # a call of the buckets
+                known = self._transport
             if known is not None or self.error is None:
                 self.error = error
             if known is not None:
@@ -83,6 +85,9 @@ class Failures:
         """
         with self.recording():
             wait()
+        if self.error is not None:  # perhaps raised before the jobs under way had ended, whose calls tell it to others
+            with self.recording():
+                wait()
         failed = self.all_told(name, last)
         try:
             raised = finish(failed)

@@ -130,14 +130,14 @@ class Buckets:
         kind = RowBucket if layout.rows else Bucket
         bucket = kind(params, layout, compressor.versions, options.gradient_as_bucket_view)
         layout.device.synchronize()  # jobs have a stream of their own
-        self._parked = restore([compressor], self._parked)
-        if layout.names in self._extra:
-            saved = json.loads(self._extra.pop(layout.names))
+        parked, extra = restore([compressor], self._parked), dict(self._extra)
+        if layout.names in extra:
+            saved = json.loads(extra.pop(layout.names))
             if _has_keys_of(json.loads(json.dumps(compressor.extra_state())), saved):
                 compressor.load_extra_state(saved)  # otherwise `dense_below` was another one: begin with none
-        self._pairs.append((bucket, compressor))
-        self.index_of |= dict.fromkeys(layout.names, len(self) - 1)
-        return self._pairs[-1]
+        pairs, index_of = [*self._pairs, (bucket, compressor)], self.index_of | dict.fromkeys(layout.names, len(self))
+        self._pairs, self.index_of, self._parked, self._extra = pairs, index_of, parked, extra  # all or none
+        return pairs[-1]
 
     def _compressor_of(self, layout: Layout) -> Compressor:
         own = self._compressor
@@ -265,8 +265,8 @@ class Buckets:
         own = replica.call("load_state_dict", read)
         if not own["compressor"]:
             self._warn_of_loss()
-        self._pairs, self.index_of = [], {}
-        self._parked, self.pending, self._base = own["tensors"], False, {}
+        self._pairs, self.index_of, self._parked, self._base = [], {}, own["tensors"], {}  # all or none
+        self.pending = False
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows, self._dense = (set(own.get(kind, ())) & set(replica.params) for kind in ("rows", "dense"))
         replica.context.step, replica.suspect = own["step"], False

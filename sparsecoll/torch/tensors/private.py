@@ -60,9 +60,8 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()
 
 
-def backward_node() -> Any:
-    """Return the node that autograd executes on this thread, or None; nothing public tells it."""
-    return torch._C._current_autograd_node()
+# returns the node that autograd executes on this thread, or None; nothing public tells it
+backward_node = torch._C._current_autograd_node
 
 
 def queue_callback(call: Callable[[], None]) -> None:
