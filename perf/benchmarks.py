@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import allreduce
+import backend
 import convergence
 import gpu
 import harness
@@ -95,7 +96,7 @@ def _point(row):
 def tables():
     """Return the tables of all pages by name."""
     found = {"benchmarks.breakeven": breakeven(), "benchmarks.ratios": ratios()}
-    for script in (allreduce, convergence, gpu, kernels, rows, training, volume):
+    for script in (allreduce, backend, convergence, gpu, kernels, rows, training, volume):
         found |= script.tables()
     return found
 
