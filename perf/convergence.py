@@ -28,6 +28,7 @@ from sparsecoll.cli import style
 from sparsecoll.torch import DiLoCo, DistributedOptimizer, LocalOptimizer, OneBitAdam, SparseSGD
 from sparsecoll.torch.compressors import ACPSGD, COMPRESSORS, COVAP, QSGD, PowerSGD, TopKCompressor
 from sparsecoll.torch.compressors.schedule import WarmUp
+from sparsecoll.torch.optimizers.together import Together
 from sparsecoll.transport import default_comm
 
 MOMENTUM, DENSITY, MARGIN = 0.9, 0.01, 0.2
@@ -74,6 +75,8 @@ DILOCO |= {
     "DiLoCo, sparseloco, outer rate 1": {"preset": "sparseloco", "outer_lr": 1.0},
     "SparseLoCo as published": {"preset": "sparseloco", "compressor": SparseLoCo()},
 }
+AVERAGED = {"compressor": QSGD(4, feedback=True), "outer_lr": 1.0, "outer_momentum": 0.0}
+DILOCO |= {f"Muon, every {every}, 4 bits": {"every": every, **AVERAGED} for every in (4, 8)}
 SPARSE = {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)} | {DROP_IN: {}}
 OTHERS = {
     "dense": lambda *_: "none",
@@ -84,6 +87,7 @@ OTHERS = {
     "covap I = 4": lambda *_: COVAP(4),
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
     LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
+    "dense, Muon": lambda *_: "none",
     **dict.fromkeys((ONE_BIT, *DILOCO), lambda *_: None),
 }
 CORRECTED |= PAPERS
@@ -106,7 +110,7 @@ def made_for(task, line):
     return (
         line not in (*SHORTER, DROP_IN) and "Nesterov" not in line
         if task.adam
-        else line not in (LOCAL, ONE_BIT, *DILOCO)
+        else line not in (LOCAL, ONE_BIT, "dense, Muon", *DILOCO)
     )
 
 
@@ -121,17 +125,17 @@ def optimizers(task, line, model, comm, steps):
     if line == ONE_BIT:
         optimizer = OneBitAdam(model.parameters(), task.lr, **adam, warm_up=round(0.15 * steps), comm=comm)
         return optimizer, optimizer
-    if task.adam:
+    if "Muon" in line or "muloco" in line:
+        inner = muon_and_adamw(model, task.lr, **adam)
+    elif task.adam:
         inner = torch.optim.AdamW(model.parameters(), task.lr, **adam)
     else:
         inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else momentum)
     if line in DDP:
         return inner, inner
     if line in DILOCO:
-        if "muloco" in line:
-            inner = muon_and_adamw(model, task.lr, **adam)
         optimizer = DiLoCo(inner, model, comm, **DILOCO[line])
-        return optimizer.optimizer, optimizer
+        return inner, optimizer
     compressor = LINES[line](task, steps)
     common = {"bucket_bytes": 1 << 18 if line.startswith("covap") else 25 << 20}  # it filters buckets
     common["dense_below"] = 0 if ", 4 bits" in line else 1024
@@ -146,7 +150,7 @@ def muon_and_adamw(model, lr, **adam):
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     muon = torch.optim.Muon(matrices, lr, weight_decay=adam["weight_decay"], adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(others, lr, **adam)]
+    return Together([muon, torch.optim.AdamW(others, lr, **adam)])
 
 
 def train(comm, name, line, seed, validate=False, points=8):
@@ -185,8 +189,8 @@ def train(comm, name, line, seed, validate=False, points=8):
         seconds += time.perf_counter() - start
         schedule.step()
         if step * points // steps > (step - 1) * points // steps:
-            if isinstance(optimizer, LocalOptimizer | OneBitAdam):
-                optimizer.synchronize()
+            if step == steps and isinstance(optimizer, LocalOptimizer | OneBitAdam):
+                optimizer.synchronize()  # before, rank 0's own parameters are enough
             if comm.rank == 0:
                 spent = seconds if wide else (optimizer.traffic.total.bytes_received - before) / 1e6
                 part = test if step == steps or wide else (test[0][::5], test[1][::5])
