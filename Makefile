@@ -69,7 +69,7 @@ fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
 	SPARSECOLL_RUNS=10 $(MPICH)/bin/python -m pytest -q tests/test_same_bits.py
 	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py tests/torch/test_every_line.py \
 		tests/torch/test_local_means.py tests/torch/test_added_groups.py tests/collectives/test_injected.py tests/kernels/test_refusals.py
-	SPARSECOLL_FUZZ=1 $(MPICH)/bin/torchrun --nproc-per-node 2 -m pytest -q --color=no tests/mpi/test_every_line_fsdp.py
+	SPARSECOLL_FUZZ=1 $(MPICH)/bin/torchrun --nproc-per-node 4 -m pytest -q --color=no tests/mpi/test_every_line_fsdp.py
 	SPARSECOLL_PROGRAMS=2000 $(MPICH)/bin/python -m pytest -q -n 2 tests/torch/test_random_programs.py
 	SPARSECOLL_PAIRS=all $(MPICH)/bin/python -m pytest -q -n 2 tests/transport/test_mismatch.py
 	SPARSECOLL_ORDERS=1000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_orders.py
