@@ -66,7 +66,8 @@ class ElasticGroup:
 
     Attributes:
         contributors: names of the workers that the last mean has taken in; the same on all workers.
-        number: of rounds in the state with which this worker has begun.
+        number: of rounds in this worker's shared parameters, those before it joined included, for schedules and the end
+            of the training; each fragment's mean is a round.
     """
 
     def __init__(self, store: Any, *, deadline: float = 60.0, workers: int = 1, name: str | None = None) -> None:
@@ -354,6 +355,7 @@ class ElasticMeans(Means):
         self._group.leave()
 
     def _take(self) -> Round:
+        number = self._under_way[0].number
         try:
             outcome = super()._take()
         except Missed:
@@ -362,6 +364,7 @@ class ElasticMeans(Means):
             self._follow(before)
             self.steps = 0
             return Round(LATE)
+        self._group.number = number + 1
         size = sum(t.nbytes for t in self._shared.values()) * 2
         if not self._under_way:
             self._group.publish(self.replica.context.step, self._saved, size)
