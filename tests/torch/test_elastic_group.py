@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -188,6 +189,28 @@ def test_a_worker_that_joins_after_some_rounds_has_the_bits_of_the_others():
     train(0, first, models[0], 12)
     made(store, models[1], "b")
     assert bits(models[1]) == bits(models[0])
+
+
+@pytest.mark.parametrize("made_by", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_a_worker_that_joins_has_the_state_of_anothers_inner_optimizer(made_by):
+    store, (first, second) = dist.HashStore(), [made_by([torch.nn.Parameter(torch.zeros(5))], 0.1) for _ in range(2)]
+    (p,), (q,) = (inner.param_groups[0]["params"] for inner in (first, second))
+
+    def steps(optimizer, own, count):
+        for t in range(count):
+            own.grad = torch.full_like(own, t + 1.0)
+            optimizer.step()
+
+    a = LocalOptimizer(first, [("p", p)], ElasticGroup(store, deadline=0.1), every=1)
+    steps(a, p, 3)
+    b = LocalOptimizer(second, [("p", q)], ElasticGroup(store, deadline=0.1), every=1)
+    steps(b, q, 1)  # asks
+    steps(a, p, 2)  # late, then lends
+    steps(b, q, 1)
+    assert second.state[q].keys() == first.state[p].keys() != set()
+    assert all(
+        torch.equal(t, first.state[p][key]) and t is not first.state[p][key] for key, t in second.state[q].items()
+    )
 
 
 def test_other_options_and_unsuited_compressors_are_refused():

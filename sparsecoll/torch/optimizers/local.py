@@ -15,10 +15,11 @@ from sparsecoll.algorithms import Algorithm
 from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.optimizers.distributed import Wrapper
 from sparsecoll.torch.optimizers.together import Together
+from sparsecoll.torch.reduction.elastic import ElasticMeans
 from sparsecoll.torch.reduction.grad_scaler import forget
 from sparsecoll.torch.reduction.means import Means
 from sparsecoll.torch.reduction.pace import OuterOptimizers, Pace
-from sparsecoll.torch.reduction.rounds import ElasticGroup, ElasticMeans
+from sparsecoll.torch.reduction.rounds import ElasticGroup
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.replica.calls import JOINED, Options, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state

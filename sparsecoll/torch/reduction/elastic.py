@@ -1,0 +1,185 @@
+"""The means of LocalOptimizer where workers come and go: rounds of an ElasticGroup in place of a collective call."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from typing import Any
+
+import torch
+
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.means import Means
+from sparsecoll.torch.reduction.rounds import ElasticGroup, Missed
+from sparsecoll.torch.replica.calls import JOINED, LATE, Round, Row
+from sparsecoll.torch.tensors.layout import takes_part
+from sparsecoll.torch.tensors.model import Named, are_equal
+from sparsecoll.transport.all_ranks import joined, separated
+
+
+def dumped(what: dict[str, Any]) -> bytes:
+    """Return the bytes of a file of torch.save."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    return file.getvalue()
+
+
+class ElasticMeans(Means):
+    """Means over the workers of an ElasticGroup; each is the only rank of its communicator.
+
+    Args:
+        group: of the workers.
+        signature: options and parameters, the same for all workers.
+    """
+
+    def __init__(self, group: ElasticGroup, signature: dict[str, Any], *given: Any) -> None:
+        super().__init__(*given)
+        self._group, self._signature = group, json.dumps(signature, default=str)
+        self._joined: int | None = None  # the round at which this worker has begun with no state of the inner optimizer
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def regroup(self, params: Named | None = None) -> None:
+        if self._params:
+            raise RuntimeError("param_groups: expected the same ones in all rounds of an ElasticGroup, got others")
+        super().regroup(params)
+        state = self._group.enter(self._signature)
+        if state is not None:
+            self._load_shared(state)
+            for name, p in self._params.items():
+                p.copy_(self._shared[name])
+            self._joined = None if self._optimizer.state else self._group.number
+            self._catch_up()
+        else:
+            self._group.publish(0, self._saved, 0)
+
+    def _saved(self) -> bytes:
+        """Return the shared parameters and the state of the outer optimizers."""
+        return dumped({"shared": self._shared, "outer": self._outer.state_dict()})
+
+    def _own_state(self) -> bytes:
+        """Return this worker's state of the inner optimizer."""
+        return dumped({name: self._optimizer.state.get(p, {}) for name, p in self._params.items()})
+
+    def _borrow(self, state: bytes) -> None:
+        self._joined = None
+        for name, own in torch.load(io.BytesIO(state), map_location="cpu", weights_only=True).items():
+            p = self._params[name]
+            for key, t in own.items():
+                self._optimizer.state[p][key] = t.to(p.device) if isinstance(t, torch.Tensor) and t.ndim else t
+
+    def _load_shared(self, state: bytes) -> None:
+        saved = torch.load(io.BytesIO(state), weights_only=True)
+        for name, t in saved["shared"].items():
+            self._shared[name].copy_(t)
+        self._outer.load_state_dict(saved["outer"])
+        self.replica.context.step = self._group.number
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def turn(self, flags: int = 0) -> Round:
+        if flags & JOINED:  # a worker without data takes a last mean, and leaves
+            self.mean()
+            self._group.leave()
+            return Round(JOINED)
+        self._catch_up(1)
+        return super().turn(flags)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def mean(self) -> None:
+        while self._under_way:
+            self._take()
+        for _ in range(self._pace.fragments):
+            self._catch_up(1)
+            self._begin(self._pace.fragment(self._next), 0)
+            self._take()
+
+    def _catch_up(self, last: int = 0) -> None:
+        """Take the means of rounds that are over, or the newest state; what this worker has changed stays.
+
+        With `last`, so many are left, which `exchange` finds closed.
+        """
+        while not self._under_way and self._group.is_closed(self._next + last):
+            self._begin(self._pace.fragment(self._next), 0)
+            self._take()
+
+    def _make_buckets(self, flags: int) -> None:
+        self._buckets.make({name for name, p in self._params.items() if takes_part(p)})
+
+    def _form(
+        self, number: int, buckets: list[tuple[Bucket, Compressor]], row: Row, weight: float, failed: Exception | None
+    ) -> tuple[Round, float]:
+        self.replica.context.step = number
+        if failed is not None:
+            raise failed
+        messages, arrays = [], []
+        for bucket, compressor in buckets:
+            assert bucket.gradient is not None
+            messages.append(compressor.message(compressor.compensate(bucket.gradient.array)))
+            arrays.append(compressor.encoded(messages[-1]))
+        found, included = self._group.exchange(number, weight, joined(arrays))
+        parts = [separated(one.message, len(buckets)) for one in found]
+        for i, (bucket, compressor) in enumerate(buckets):
+            compressor.size = len(found)
+            out = bucket.mean_buffer(compressor.keeps_gradient)
+            compressor.update(out, messages[i] if included else None, compressor.combined([own[i] for own in parts]))
+            if not bucket.mean_is_finite():
+                raise NonFiniteError(f"mean of round {number}: expected finite values, got an overflow")
+        total = math.fsum(one.weight for one in found)
+        self.replica.context.step = number + 1
+        trainable = {name for bucket, _ in buckets for name in bucket.layout.names}
+        return Round(0 if included else LATE, number, trainable=trainable), len(found) / total if total else 1.0
+
+    def _accept(self, bucket: Bucket, flags: int) -> None:
+        if flags & LATE:
+            bucket.versions.drop()
+            bucket.gradient = bucket.source = None
+        else:
+            super()._accept(bucket, flags)
+
+    def _apply(self, bucket: Bucket, factor: float, alpha: float, flags: int) -> None:
+        if not flags & LATE:
+            super()._apply(bucket, factor, alpha, flags)
+            return
+        before = {name: t.clone() for name, t in bucket.params.items()}
+        self._move(bucket, factor)
+        self._follow(before)
+
+    def _follow(self, before: Named) -> None:
+        """Move this worker's parameters as far as the shared ones have moved; what it has changed stays."""
+        for name, then in before.items():
+            own, shared = self._params[name], self._shared[name]
+            if are_equal(own, then.to(own.device)):
+                own.copy_(shared)
+            else:
+                own.add_((shared - then).to(own.device))
+                self._moved.add(name)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.drop()
+        self._group.leave()
+
+    def _take(self) -> Round:
+        number = self._under_way[0].number
+        try:
+            outcome = super()._take()
+        except Missed:
+            before = {name: t.clone() for name, t in self._shared.items()}
+            self._load_shared(self._group.newest())
+            self._follow(before)
+            self.steps = 0
+            return Round(LATE)
+        self._group.number = number + 1
+        size = sum(t.nbytes for t in self._shared.values()) * 2
+        if not self._under_way:
+            self._group.publish(self.replica.context.step, self._saved, size)
+        if self._joined is None:
+            self._group.lend(number + 1, self._own_state)
+        elif state := self._group.borrow(self._joined):
+            self._borrow(state)
+        return outcome
