@@ -61,15 +61,18 @@ class ElasticMeans(Means):
         return dumped({"shared": self._shared, "outer": self._outer.state_dict()})
 
     def _own_state(self) -> bytes:
-        """Return this worker's state of the inner optimizer."""
-        return dumped({name: self._optimizer.state.get(p, {}) for name, p in self._params.items()})
+        """Return this worker's state of the inner optimizer, as far as it consists of tensors and numbers."""
+        states = {name: self._optimizer.state.get(p, {}) for name, p in self._params.items()}
+        plain = torch.Tensor | int | float | None
+        return dumped({name: own for name, own in states.items() if all(isinstance(t, plain) for t in own.values())})
 
     def _borrow(self, state: bytes) -> None:
+        """Take another worker's state of the inner optimizer, where this worker's has the same entries."""
         self._joined = None
-        for name, own in torch.load(io.BytesIO(state), map_location="cpu", weights_only=True).items():
-            p = self._params[name]
-            for key, t in own.items():
-                self._optimizer.state[p][key] = t.to(p.device) if isinstance(t, torch.Tensor) and t.ndim else t
+        for name, other in torch.load(io.BytesIO(state), map_location="cpu", weights_only=True).items():
+            p, own = self._params[name], self._optimizer.state.get(self._params[name], {})
+            if own.keys() == other.keys():
+                own |= {k: t.to(p.device) if isinstance(t, torch.Tensor) and t.ndim else t for k, t in other.items()}
 
     def _load_shared(self, state: bytes) -> None:
         saved = torch.load(io.BytesIO(state), weights_only=True)
