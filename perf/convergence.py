@@ -76,7 +76,10 @@ DILOCO |= {
     "SparseLoCo as published": {"preset": "sparseloco", "compressor": SparseLoCo()},
 }
 AVERAGED = {"compressor": QSGD(4, feedback=True), "outer_lr": 1.0, "outer_momentum": 0.0}
+TWICE_THE_RATE = ", twice the rate"
 DILOCO |= {f"Muon, every {every}, 4 bits": {"every": every, **AVERAGED} for every in (4, 8)}
+DILOCO |= {f"Muon, every {every}, 4 bits{TWICE_THE_RATE}": {"every": every, **AVERAGED} for every in (8, 16)}
+MUON = ("dense, Muon", f"dense, Muon{TWICE_THE_RATE}", f"dense{TWICE_THE_RATE}")
 SPARSE = {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)} | {DROP_IN: {}}
 OTHERS = {
     "dense": lambda *_: "none",
@@ -87,7 +90,7 @@ OTHERS = {
     "covap I = 4": lambda *_: COVAP(4),
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
     LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
-    "dense, Muon": lambda *_: "none",
+    **dict.fromkeys(MUON, lambda *_: "none"),
     **dict.fromkeys((ONE_BIT, *DILOCO), lambda *_: None),
 }
 CORRECTED |= PAPERS
@@ -110,7 +113,7 @@ def made_for(task, line):
     return (
         line not in (*SHORTER, DROP_IN) and "Nesterov" not in line
         if task.adam
-        else line not in (LOCAL, ONE_BIT, "dense, Muon", *DILOCO)
+        else line not in (LOCAL, ONE_BIT, *MUON, *DILOCO)
     )
 
 
@@ -121,14 +124,14 @@ def optimizers(task, line, model, comm, steps):
     if line in SPARSE:
         optimizer = SparseSGD(model.parameters(), lr, momentum, comm=comm, **SPARSE[line])
         return optimizer, optimizer
-    adam = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    adam, rate = {"betas": (0.9, 0.95), "weight_decay": 0.1}, task.lr * (1 + line.endswith(TWICE_THE_RATE))
     if line == ONE_BIT:
         optimizer = OneBitAdam(model.parameters(), task.lr, **adam, warm_up=round(0.15 * steps), comm=comm)
         return optimizer, optimizer
     if "Muon" in line or "muloco" in line:
-        inner = muon_and_adamw(model, task.lr, **adam)
+        inner = muon_and_adamw(model, rate, **adam)
     elif task.adam:
-        inner = torch.optim.AdamW(model.parameters(), task.lr, **adam)
+        inner = torch.optim.AdamW(model.parameters(), rate, **adam)
     else:
         inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else momentum)
     if line in DDP:
