@@ -71,8 +71,9 @@ class ElasticMeans(Means):
         self._joined = None
         for name, other in torch.load(io.BytesIO(state), map_location="cpu", weights_only=True).items():
             p, own = self._params[name], self._optimizer.state.get(self._params[name], {})
-            if own.keys() == other.keys():
-                own |= {k: t.to(p.device) if isinstance(t, torch.Tensor) and t.ndim else t for k, t in other.items()}
+            if own.keys() == other.keys():  # numbers of steps, too, may be on the device of p
+                places = {key: getattr(t, "device", p.device) for key, t in own.items()}
+                own |= {k: t.to(places[k]) if isinstance(t, torch.Tensor) else t for k, t in other.items()}
 
     def _load_shared(self, state: bytes) -> None:
         saved = torch.load(io.BytesIO(state), weights_only=True)
