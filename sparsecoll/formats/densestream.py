@@ -11,7 +11,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, holds_zeros, nonzeros_of, wire_dtype
 from sparsecoll.formats.packed import PackedFormat
 from sparsecoll.kernels import kernels_of, kernels_of_values
-from sparsecoll.kernels.memory import asarray_like, empty
+from sparsecoll.kernels.memory import asarray_like
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
 START = HEADER.size + 8
@@ -53,26 +53,19 @@ class DenseStreamFormat(Format):
             source: the vector from which they were selected.
             value_dtype: name of the dtype on the wire; None for x's own.
         """
-        starts, lengths = self._blocks(x, self.gap(x.length, wire_dtype(x.dtype, value_dtype)))
-        kernels = kernels_of(x.values)
-        indices = kernels.block_indices(starts, lengths, asarray_like(np.arange(int(lengths.sum())), starts))
-        return source.take(indices.astype(x.indices.dtype)).threshold(SMALLEST)  # without the zeros that are true
-
-    @staticmethod
-    def _blocks(x: SparseVector, gap: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return the starts and the lengths of all blocks."""
-        heads = kernels_of(x.values).block_heads(x.indices, gap)
-        starts = x.indices[heads].astype(np.uint64)
-        lasts = np.concatenate([heads[1:] - 1, heads[:1] + x.nnz - 1])  # the first head is 0
-        ends = x.indices[lasts].astype(np.uint64)
-        return starts, ends - starts + np.uint64(1)
+        kernels, gap = kernels_of(x.values), self.gap(x.length, wire_dtype(x.dtype, value_dtype))
+        starts, lengths = kernels.block_ranges(x.indices, gap)
+        positions = asarray_like(np.arange(int(lengths.sum())), starts)
+        indices = kernels.block_indices(starts, lengths, positions, x.indices.dtype)
+        return source.take(indices).threshold(SMALLEST)  # without the zeros that are true
 
     def fitting(self, x: SparseVector, wire: WireDtype) -> Format:
         return PackedFormat() if holds_zeros(x, wire) else self
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:
         gap, width = self.gap(x.length, wire), number_bytes(x.length)
-        starts, lengths = self._blocks(x, gap)
+        kernels = kernels_of(x.values)
+        starts, lengths = kernels.block_ranges(x.indices, gap)
         middle = START + int(lengths.sum()) * wire.stored.itemsize
 
         def write(buffer: Buffer) -> None:
@@ -80,11 +73,11 @@ class DenseStreamFormat(Format):
             dense = buffer[START:middle].view(wire.stored)
             packed = wire.pack(x.values)
             kernels_of_values(packed).block_write(x.indices, packed, gap, dense)
-            ends = buffer[middle:].reshape(2, starts.size, width)
-            for row, numbers in enumerate((starts, lengths)):
-                ends[row] = numbers.view(np.uint8).reshape(-1, 8)[:, :width]
+            kernels.numbers_write(starts, width, buffer[middle:until])
+            kernels.numbers_write(lengths, width, buffer[until:])
 
-        return Encoding(middle + 2 * width * starts.size, write)
+        until = middle + width * starts.size
+        return Encoding(until + width * starts.size, write)
 
     def estimate(self, x: SparseVector, wire: WireDtype, samples: int) -> float:
         """Return the size in bytes that a sample of entries and their successors suggests, without a plan.
@@ -106,8 +99,8 @@ class DenseStreamFormat(Format):
         wire, index, nnz = self.read_header(buffer, length)
         starts, lengths, values = self._read_blocks(buffer, length, wire)
         positions, nonzeros = nonzeros_of(values, nnz)
-        indices = kernels_of(starts).block_indices(starts, lengths, positions)
-        return SparseVector.from_sorted_unchecked(indices.astype(index), nonzeros, length)
+        indices = kernels_of(starts).block_indices(starts, lengths, positions, index)
+        return SparseVector.from_sorted_unchecked(indices, nonzeros, length)
 
     @staticmethod
     def _read_blocks(
@@ -121,13 +114,9 @@ class DenseStreamFormat(Format):
             raise CommunicationError(
                 f"message: {blocks} blocks of densestream cannot make a message of {buffer.size} bytes"
             )
-        wide = empty(16 * blocks, np.uint8, buffer)
-        wide[:] = 0
-        wide.reshape(2, blocks, 8)[:, :, :width] = buffer[middle:].reshape(2, blocks, width)
-        starts, lengths = wide.view(np.uint64)[:blocks], wide.view(np.uint64)[blocks:]
+        numbers = kernels_of(buffer).numbers_read(buffer[middle:], width)
+        starts, lengths = numbers[:blocks], numbers[blocks:]
         values = wire.unpack(buffer[START:middle].view(wire.stored))
-        ends = starts + lengths
-        inside = bool((lengths <= values.size).all() and (lengths > 0).all() and (starts < length).all())
-        if not inside or int(lengths.sum()) != values.size or (starts[1:] < ends[:-1]).any() or (ends > length).any():
+        if not kernels_of(starts).blocks_fit(starts, lengths, values.size, length):
             raise CommunicationError(f"message: the {blocks} blocks of densestream do not fit length {length}")
         return starts, lengths, values

@@ -16,11 +16,9 @@ from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 def test_blocks_equal_the_reference(cp, gpu, size, seed, own, gap, far):
     i = indices(size, seed, own, max(1, far * size))
     v = values(np.dtype(np.float32), i.size, seed, special=False)
-    heads = reference.block_heads(i, gap)
-    same(gpu.block_heads(cp.asarray(i), gap), heads)
-    ends = i[np.append(heads[1:], i.size) - 1].astype(np.uint64) if i.size else i[:0].astype(np.uint64)
-    starts = i[heads].astype(np.uint64)
-    lengths = ends - starts + np.uint64(1)
+    starts, lengths = reference.block_ranges(i, gap)
+    for mine, theirs in zip(gpu.block_ranges(cp.asarray(i), gap), (starts, lengths), strict=True):
+        same(mine, theirs)
     out, mine = np.empty(int(lengths.sum()), np.float32), cp.empty(int(lengths.sum()), np.float32)
     reference.block_write(i, v, gap, out)
     gpu.block_write(cp.asarray(i), cp.asarray(v), gap, mine)

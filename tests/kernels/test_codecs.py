@@ -140,18 +140,41 @@ def test_damaged_exponents_are_refused_or_give_values(given, data):
 @FEW
 @given(positions(largest=2**20), st.integers(0, 6))
 def test_blocks_are_those_of_the_reference_and_come_back(indices, gap):
-    heads = [kernels.block_heads(indices, gap) for kernels in BOTH]
-    assert heads[0].tolist() == heads[1].tolist()
-    ends = np.append(heads[0][1:], indices.size) - 1
-    starts, lengths = indices[heads[0]].astype(np.uint64), (indices[ends] - indices[heads[0]]).astype(np.uint64) + 1
-    assert (np.diff(indices)[np.setdiff1d(np.arange(indices.size), heads[0])[:] - 1] <= gap + 1).all()
+    (starts, lengths), theirs = (kernels.block_ranges(indices, gap) for kernels in BOTH)
+    assert [array.tolist() for array in theirs] == [starts.tolist(), lengths.tolist()]
+    heads = np.flatnonzero(np.isin(indices, starts))
+    assert (np.diff(indices)[np.setdiff1d(np.arange(indices.size), heads) - 1] <= gap + 1).all()
+    assert (starts[1:] - (starts + lengths)[:-1] >= gap + 1).all()
     values = np.random.default_rng(0).integers(1, 2**32, indices.size).astype(np.uint32)
     rows = [np.full(int(lengths.sum()), 9, np.uint32) for _ in BOTH]
     for kernels, row in zip(BOTH, rows, strict=True):
         kernels.block_write(indices, values, gap, row)
         held = np.flatnonzero(row)
         assert row[held].tolist() == values.tolist()
-        assert kernels.block_indices(starts, lengths, held.astype(np.uint32)).tolist() == indices.tolist()
+        found = kernels.block_indices(starts, lengths, held.astype(np.uint32), indices.dtype)
+        assert (found.tolist(), found.dtype) == (indices.tolist(), indices.dtype)
+    assert rows[0].tolist() == rows[1].tolist()
+
+
+@FEW
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=20), st.integers(0, 60), st.booleans())
+def test_blocks_that_do_not_fit_are_told_as_by_the_reference(ranges, length, sort):
+    starts, lengths = np.array(sorted(ranges) if sort else ranges, np.uint64).reshape(-1, 2).T.copy()
+    huge = starts.copy()
+    huge[:1] = 2**64 - 1
+    for first in (starts, huge):
+        for total in (int(lengths.sum()), 7):
+            assert cpu.blocks_fit(first, lengths, total, length) == reference.blocks_fit(first, lengths, total, length)
+
+
+@FEW
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.integers(1, 8))
+def test_numbers_of_any_width_come_back(numbers, width):
+    numbers = np.array(numbers, np.uint64) & np.uint64(2 ** (8 * width) - 1)
+    rows = [np.full(numbers.size * width, 9, np.uint8) for _ in BOTH]
+    for kernels, row in zip(BOTH, rows, strict=True):
+        kernels.numbers_write(numbers, width, row)
+        assert kernels.numbers_read(row, width).tolist() == numbers.tolist()
     assert rows[0].tolist() == rows[1].tolist()
 
 

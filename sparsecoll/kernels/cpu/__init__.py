@@ -16,11 +16,7 @@ from sparsecoll.kernels.cpu.selection import *
 from sparsecoll.kernels.cpu.steps import *
 from sparsecoll.kernels.cpu.sums import *
 from sparsecoll.kernels.cpu.words import *
-from sparsecoll.kernels.reference.codecs import (
-    block_heads as block_heads,
-    from_bfloat16 as from_bfloat16,
-    slots_write as slots_write,
-)
+from sparsecoll.kernels.reference.codecs import from_bfloat16 as from_bfloat16, slots_write as slots_write
 from sparsecoll.kernels.reference.exponents import exponent_offsets as exponent_offsets
 from sparsecoll.kernels.reference.folds import *
 from sparsecoll.kernels.reference.rows import take_rows as take_rows

@@ -7,11 +7,64 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu.lanes import VECTORS, jit, narrowed, trailing_zeros, widened
+from sparsecoll.kernels.cpu.lanes import VECTORS, jit, load64, narrowed, store64, trailing_zeros, widened
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty, filled, readonly
 
 INFINITY, LARGEST_HALF = np.float32(np.inf), np.float32(65504)
+
+
+@jit
+def _count_blocks(indices, gap):  # type: ignore[no-untyped-def]
+    count = min(indices.size, 1)
+    for i in range(1, indices.size):
+        count += indices[i] - indices[i - 1] > gap
+    return count
+
+
+@jit
+def _block_ranges(indices, gap, starts, lengths):  # type: ignore[no-untyped-def]
+    block = 0  # the next one, whose start is written until it has begun: no branch
+    for i in range(indices.size):
+        index = np.uint64(indices[i])
+        starts[block] = index
+        block += i == 0 or indices[i] - indices[i - 1] > gap
+        lengths[block - 1] = index
+    for i in range(lengths.size):
+        lengths[i] += np.uint64(1) - starts[i]
+
+
+@jit
+def _blocks_fit(starts, lengths, total, length):  # type: ignore[no-untyped-def]
+    fit, end, held = True, np.uint64(0), np.uint64(0)
+    for i in range(starts.size):
+        fit &= (starts[i] >= end) & (starts[i] < length) & (lengths[i] <= total) & (lengths[i] > np.uint64(0))
+        end = starts[i] + lengths[i]
+        held += lengths[i]
+        fit &= end <= length
+    return fit and held == total
+
+
+@jit
+def _numbers_write(numbers, width, out):  # type: ignore[no-untyped-def]
+    whole = max(0, numbers.size - 8)
+    for i in range(whole):  # what is written too much, the next ones overwrite
+        store64(out, i * width, numbers[i])
+    for i in range(whole, numbers.size):
+        for byte in range(width):
+            out[i * width + byte] = numbers[i] >> np.uint64(8 * byte)
+
+
+@jit
+def _numbers_read(data, width, out):  # type: ignore[no-untyped-def]
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * width)
+    whole = max(0, out.size - 8)
+    for i in range(whole):
+        out[i] = load64(data, i * width) & mask
+    for i in range(whole, out.size):
+        out[i] = 0
+        for byte in range(width):
+            out[i] |= np.uint64(data[i * width + byte]) << np.uint64(8 * byte)
 
 
 @jit
@@ -104,14 +157,34 @@ def _from_float16(stored, out):  # type: ignore[no-untyped-def]
         out[i] = widened(stored[i])
 
 
+def block_ranges(indices: Array, gap: int) -> tuple[Array, Array]:
+    most = indices.dtype.type(gap + 1)
+    count = _count_blocks(indices, most)
+    starts, lengths = empty(count + 1, np.uint64), empty(count, np.uint64)
+    _block_ranges(indices, most, starts, lengths)
+    return starts[:count], lengths
+
+
+def blocks_fit(starts: Array, lengths: Array, total: int, length: int) -> bool:
+    return bool(_blocks_fit(starts, lengths, np.uint64(total), np.uint64(length)))
+
+
+def numbers_write(numbers: Array, width: int, out: Array) -> None:
+    _numbers_write(numbers, width, out)
+
+
+def numbers_read(data: Array, width: int) -> Array:
+    return filled(data.size // width, np.uint64, _numbers_read, data, width)
+
+
 def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
     out[:] = 0
     bits = np.dtype(f"u{out.dtype.itemsize}")
     _block_write(indices, values.view(bits), gap, out.view(bits))
 
 
-def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
-    return filled(positions.size, np.uint64, _block_indices, starts, lengths, positions)
+def block_indices(starts: Array, lengths: Array, positions: Array, dtype: Any = np.uint64) -> Array:
+    return filled(positions.size, dtype, _block_indices, starts, lengths, positions)
 
 
 def bitmap_write(indices: Array, first: int, out: Array) -> None:

@@ -10,5 +10,10 @@ from sparsecoll.kernels.gpu.quantization import *
 from sparsecoll.kernels.gpu.rice import *
 from sparsecoll.kernels.gpu.selection import *
 from sparsecoll.kernels.gpu.sums import *
-from sparsecoll.kernels.reference.codecs import from_bfloat16 as from_bfloat16
+from sparsecoll.kernels.reference.codecs import (
+    blocks_fit as blocks_fit,
+    from_bfloat16 as from_bfloat16,
+    numbers_read as numbers_read,
+    numbers_write as numbers_write,
+)
 from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys

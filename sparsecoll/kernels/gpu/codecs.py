@@ -9,10 +9,11 @@ import numpy as np
 from sparsecoll.kernels.gpu import device
 from sparsecoll.kernels.gpu.device import Array, launch, types
 from sparsecoll.kernels.gpu.sums import popcount_ends
+from sparsecoll.kernels.reference.codecs import ranges_from
 
 
-def block_heads(indices: Array, gap: int) -> Array:
-    return np.flatnonzero(_block_steps(indices, gap, None)).astype(np.int64, copy=False)
+def block_ranges(indices: Array, gap: int) -> tuple[Array, Array]:
+    return ranges_from(indices, np.flatnonzero(_block_steps(indices, gap, None)).astype(np.int64, copy=False))
 
 
 def _block_steps(indices: Array, gap: int, step: Array | None) -> Array:
@@ -28,12 +29,12 @@ def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
     launch("codecs", "put", indices.size, out, np.cumsum(step), values, indices.size, macros=types(values))
 
 
-def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
+def block_indices(starts: Array, lengths: Array, positions: Array, dtype: Any = np.uint64) -> Array:
     ends, positions = np.cumsum(lengths.astype(np.int64)), positions.astype(np.int64, copy=False)
     out = device.empty(positions.size, np.uint64)
     given = (starts.copy(), lengths.copy(), ends, starts.size, positions, positions.size, out)
     launch("codecs", "block_indices", positions.size, *given)
-    return out
+    return out.astype(dtype, copy=False)
 
 
 def bitmap_write(indices: Array, first: int, out: Array) -> None:

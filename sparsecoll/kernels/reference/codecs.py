@@ -7,16 +7,33 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels.keys import Array
+from sparsecoll.kernels.memory import empty
 
-__all__ = ["bitmap_read", "bitmap_write", "block_heads", "block_indices", "block_write", "from_bfloat16"]
-__all__ += ["from_float16", "hash_slots", "scatter_add_marked", "slots_write", "to_bfloat16", "to_float16"]
+__all__ = ["bitmap_read", "bitmap_write", "block_indices", "block_ranges", "block_write", "blocks_fit"]
+__all__ += ["from_bfloat16", "from_float16", "hash_slots", "numbers_read", "numbers_write", "scatter_add_marked"]
+__all__ += ["slots_write", "to_bfloat16", "to_float16"]
 
 
-def block_heads(indices: Array, gap: int) -> Array:
-    """Positions (int64) at which a block begins: more than `gap` coordinates lie between it and the entry before."""
+def block_ranges(indices: Array, gap: int) -> tuple[Array, Array]:
+    """The start and the length (uint64) of each block: more than `gap` coordinates lie between two of them."""
     far = np.ones(indices.size, bool)
     far[1:] = np.diff(indices) > gap + 1
-    return np.flatnonzero(far)
+    return ranges_from(indices, np.flatnonzero(far))
+
+
+def ranges_from(indices: Array, heads: Array) -> tuple[Array, Array]:
+    """`block_ranges`, of which `heads` are the positions at which a block begins."""
+    starts, lasts = indices[heads].astype(np.uint64), np.concatenate([heads[1:] - 1, heads[:1] + indices.size - 1])
+    return starts, indices[lasts].astype(np.uint64) - starts + np.uint64(1)
+
+
+def blocks_fit(starts: Array, lengths: Array, total: int, length: int) -> bool:
+    """Whether blocks of `total` values are in order, apart from each other, and inside a vector; any numbers."""
+    ends = starts + lengths
+    inside = bool(
+        (lengths <= total).all() and (lengths > 0).all() and (starts < length).all() and (ends <= length).all()
+    )
+    return inside and int(lengths.sum()) == total and not (starts[1:] < ends[:-1]).any()
 
 
 def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
@@ -29,12 +46,25 @@ def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
     out[np.cumsum(steps)] = values
 
 
-def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
-    """The index (uint64) at each ascending position in the concatenation of all blocks. `starts`, `lengths`: uint64."""
+def block_indices(starts: Array, lengths: Array, positions: Array, dtype: Any = np.uint64) -> Array:
+    """The index at each ascending position in the concatenation of all blocks. `starts`, `lengths`: uint64."""
     ahead = starts - (np.cumsum(lengths) - lengths)
     indices = np.repeat(ahead, lengths.astype(np.int64))
     indices += np.arange(indices.size, dtype=np.uint64)
-    return indices[positions]
+    return indices[positions].astype(dtype, copy=False)
+
+
+def numbers_write(numbers: Array, width: int, out: Array) -> None:
+    """Write the `width` lowest bytes of each uint64."""
+    out.reshape(-1, width)[:] = numbers.view(np.uint8).reshape(-1, 8)[:, :width]
+
+
+def numbers_read(data: Array, width: int) -> Array:
+    """The uint64 of which numbers_write has written the `width` lowest bytes."""
+    wide = empty(data.size // width * 8, np.uint8, data)
+    wide[:] = 0
+    wide.reshape(-1, 8)[:, :width] = data.reshape(-1, width)
+    return wide.view(np.uint64)
 
 
 def bitmap_write(indices: Array, first: int, out: Array) -> None:
