@@ -33,6 +33,7 @@ from sparsecoll.formats.packed import (
     PackedFormat as PackedFormat,
 )
 from sparsecoll.formats.slots import SlotsFormat as SlotsFormat
+from sparsecoll.kernels import AHEAD
 from sparsecoll.kernels.memory import data_ptr, to_host
 from sparsecoll.telemetry.trace import listening, span
 from sparsecoll.vector import DenseVector, SparseVector
@@ -162,3 +163,11 @@ def _aligned(buffer: Buffer) -> Buffer:
     else:
         aligned = data_ptr(buffer) % 8 == 0
     return buffer if aligned else buffer.copy()
+
+
+def _few() -> SparseVector:
+    indices = np.arange(0, 100_000, 100, dtype=np.uint32)
+    return SparseVector.from_sorted_unchecked(indices, np.ones(indices.size, np.float32), 100_000)
+
+
+AHEAD += [lambda: SparseVector.merge([_few()] * 8, np.dtype(np.float32)), lambda: decode(encode(_few()), 100_000)]

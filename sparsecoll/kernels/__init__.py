@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from sparsecoll.kernels.keys import COMPILED_DTYPES
 from sparsecoll.kernels.memory import on_gpu
 
 logger = logging.getLogger(__name__)
+AHEAD: list[Callable[[], object]] = []  # calls whose kernels a process compiles while it waits for those of another
 CHOICES = ("avx512", "avx2", "portable", "reference")  # of SPARSECOLL_KERNELS
 
 

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from sparsecoll import formats
+
 COUNT = """
 import numpy as np
 from sparsecoll.kernels import cpu
@@ -97,6 +99,31 @@ def test_a_process_that_is_killed_while_it_compiles(start):
     assert waiting.poll() is None
     holder.kill()
     assert counts(waiting) == (0, 2)
+
+
+@pytest.mark.slow
+def test_one_of_those_that_wait_makes_each_call_ahead(start, tmp_path):
+    holder, made = (
+        start(HOLD.replace("LOCK_EX)", "LOCK_EX, 1 << 62)")),
+        tmp_path / "made",
+    )  # not the bytes of calls ahead
+    assert holder.stdout.readline() == "ready\n"
+    calls = ", ".join(f"lambda: open({str(made)!r}, 'a').write({word!r}) / {word == 'b':d}" for word in "abc")
+    before = f"from sparsecoll.kernels import AHEAD\nAHEAD[:] = [{calls}]"  # two of them raise
+    waiting = [start(COUNT.format(before=before)) for _ in range(3)]
+    stop = time.monotonic() + 120
+    while (not made.exists() or len(made.read_text()) < 3) and time.monotonic() < stop:
+        time.sleep(0.1)
+    time.sleep(0.5)  # for calls that are made twice
+    holder.kill()
+    assert sum(sum(counts(process)) for process in waiting) == 6
+    assert sorted(made.read_text()) == ["a", "b", "c"]
+
+
+def test_calls_ahead_succeed():
+    assert formats.AHEAD
+    for call in formats.AHEAD:
+        call()
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 Numba numbers the files of a function, and two processes that fill the cache at once may take the same number. It also
 overlooks changes of functions in other files, does not know instruction sets, and trusts a damaged file, whose code may
 end the process. The processes of a node that need the same kernel at once all compile it; here one does, and the others
-wait for its file.
+wait for its file. Meanwhile, some of them compile what is needed next.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numba as nb
 from numba.core import bytecode as _bytecode, caching as _caching
 from numba.core.runtime.nrt import rtsys as _runtime
 
+from sparsecoll.kernels import AHEAD
 from sparsecoll.kernels.cpu.intrinsics.target import SET
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ bytecode: Any = _bytecode
 caching: Any = _caching
 runtime: Any = _runtime
 KERNELS = Path(__file__).parents[2]
+AHEAD_BYTES = 1 << 62  # from here on are bytes of no kernel, locked by the processes that make the calls of AHEAD
 WAIT_SECONDS = 30  # for the process that compiles a kernel: it may have been stopped
 SOURCES = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(KERNELS.rglob("*.py")))).digest()
 
@@ -115,6 +117,7 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc]
         start, free = time.monotonic(), True
         while not _locked(file, byte) and time.monotonic() < start + WAIT_SECONDS:
             free = False
+            _compile_ahead(self._cache_path)
             time.sleep(0.01)
         self._locked.append(byte)
         return not free
@@ -136,6 +139,15 @@ def _locked(file: int, byte: int) -> bool:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
         return True
     return False
+
+
+def _compile_ahead(folder: str) -> None:
+    """Make the calls of AHEAD, each in one process of a node."""
+    while AHEAD:
+        call = AHEAD.pop()  # first: the call may wait, too
+        if _locked(_lock_file(folder), AHEAD_BYTES + len(AHEAD)):
+            with contextlib.suppress(Exception):  # it will be raised where such a call is made
+                call()
 
 
 @functools.cache
