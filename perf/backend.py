@@ -21,7 +21,7 @@ from sparsecoll.torch.backend import Options
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.all_ranks import allgather
 
-DENSE = (1000, 100_000, 1_000_000, 5_000_000)  # float32 values
+DENSE = (1000, 100_000, 1_000_000, 5_000_000, 100_000_000)  # float32 values
 TABLES = ((1_000_000, 64), (300_000, 512))
 
 
@@ -63,7 +63,8 @@ def points(options, comm):
     sums = {name: partial(dist.all_reduce, group=group) for name, group in groups.items()}
     for n in DENSE:
         new = dense(n, transport.rank)
-        times = in_turns(transport, [(run, new) for run in sums.values()], options.repeat)
+        repeat = max(3, min(4 * options.repeat, 200_000_000 // n))
+        times = in_turns(transport, [(run, new) for run in sums.values()], repeat, 1)
         yield {"P": transport.size, "tensor": f"{n:,} floats"} | dict(zip(sums, times, strict=True))
     del sums["8 bits"]
     for n, d in TABLES:

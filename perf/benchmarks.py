@@ -10,10 +10,12 @@ from pathlib import Path
 
 import allreduce
 import backend
+import cold
 import convergence
 import gpu
 import harness
 import kernels
+import objects
 import rows
 import testbed
 import training
@@ -96,7 +98,7 @@ def _point(row):
 def tables():
     """Return the tables of all pages by name."""
     found = {"benchmarks.breakeven": breakeven(), "benchmarks.ratios": ratios()}
-    for script in (allreduce, backend, convergence, gpu, kernels, rows, training, volume):
+    for script in (allreduce, backend, cold, convergence, gpu, kernels, objects, rows, training, volume):
         found |= script.tables()
     return found
 

@@ -35,7 +35,7 @@ training_batches | acpsgd 11 | perf/testbed.py run STEP SOME --batch 128
 training_fused | acpsgd 10 | perf/testbed.py run STEP SOME --bucket-bytes 1e9
 """  # rows in perf/results | tables and figures | command; SOME lines of a STEP
 WORDS = {"MPI": f"-- {sys.executable} perf", "STEP": f"-- {sys.executable} perf/training.py --interface eth0"}
-WORDS["SOME"] = "--models vgg --lines none topk dgc dragonn powersgd acpsgd covap"
+WORDS["SOME"] = "--models vgg --lines none topk dgc dragonn powersgd acpsgd covap majority efsign"
 
 
 def measured(comm, acc, gradient, k, **thresholds):

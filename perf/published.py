@@ -1,4 +1,7 @@
-"""SparseLoCo's code for changes as published, a peer of `ChunkedTopK` in perf/convergence.py.
+"""Peers as published: SignSGD with majority vote in perf/training.py, SparseLoCo's code in perf/convergence.py.
+
+Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimisation for Non-Convex Problems" (ICML 2018), by
+an allgather as in ACP-SGD's paper.
 
 Sarfi, Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo" (2025): the largest 64 of
 each 4,096 values, 12 bits an index and 2 bits a value, in four bins over 6 standard deviations around the mean of a
@@ -10,10 +13,32 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsecoll.torch.compressors.base import ErrorFeedback
+from sparsecoll.torch.compressors import ArrayCompressor, ErrorFeedback
+from sparsecoll.torch.compressors.arrays import unpacked
 
 K, CHUNK, DECAY = 64, 4096, 0.95
 BITS = np.arange(14, dtype=np.uint16)  # of an index and a value
+
+
+@dataclass
+class MajorityVote(ArrayCompressor):
+    """The sign that most ranks' gradients have."""
+
+    name = "majority vote"
+    keeps_gradient = False
+
+    def compress(self, acc):
+        """Return the signs, eight a byte."""
+        return np.packbits(acc > 0)
+
+    def decompress(self, arrays, n):
+        """Return 1 for each positive value, else 0."""
+        return np.unpackbits(arrays[0], count=n)
+
+    def update(self, out, message, reduced):
+        """Write the signs."""
+        votes = sum(self.decompress(unpacked(block), out.size) for block in reduced)
+        np.subtract(2 * (2 * votes > self.size), 1, out=out, casting="unsafe")
 
 
 @dataclass

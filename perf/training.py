@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from harness import load, markdown, source
 from nets import Transformer
+from published import MajorityVote
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,6 +44,7 @@ COMPRESSORS = {
     "nesterovtopk 1 %": nesterovtopk(0.01),
     **{f"{name} 1 %": name for name in ("sgdtopk", "densestream", "gaussiank", "randomk", "dragonn")},
     **{name: name for name in ("chunktopk", "efsignsgd")},
+    "majority vote": MajorityVote(),
     "qsgd 8 bits": QSGD(8),
     "qsgd 2 bits": QSGD(2),
     "powersgd rank 4": "powersgd",
@@ -296,6 +298,9 @@ def tables():
         made[name] = f"{table({row['line']: row for row in load(name)['rows']})}\n\n{source(name)}"
     made["ethernet"] = side_by_side(ethernet)
     made["overlap"] = overlap(load("overlap")["rows"])
+    made["own_cores"] = (
+        f"{table({row['line']: row for row in load('training_2_cores')['rows']})}\n\n{source('training_2_cores')}"
+    )
     return {f"training.{name}": text for name, text in made.items()}
 
 
