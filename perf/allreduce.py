@@ -31,7 +31,6 @@ OURS = {  # name: (algorithm, value dtype)
     "top k of sum, float16": ("auto:want=top_k_of_sum,selector=reuse", "float16"),
 }
 LOW_BIT = {f"dense, {bits} bits": LowBit(bits=bits) for bits in (8, 4, 2)}
-SETS = ("avx512", "avx2")  # of kernels, whose rows are in files of their own
 DENSITIES = (0.01, 0.05, 0.1)
 
 

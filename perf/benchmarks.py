@@ -46,10 +46,7 @@ def run(command, name, ranks=4, rate="1gbit"):
 
 def measure():
     """Measure all rows, except those of scripts that say how to run them."""
-    table2 = f"{sys.executable} perf/allreduce.py --gloo --interface eth0 --repeat 5"
-    run(table2, "allreduce")
-    for kernel_set in allreduce.SETS:
-        run(f"env SPARSECOLL_KERNELS={kernel_set} {table2} --n 24e6", f"allreduce_{kernel_set}")
+    run(f"{sys.executable} perf/allreduce.py --gloo --interface eth0 --repeat 5", "allreduce")
     for rate in RANKS:
         for ranks in RANKS[rate]:
             updates = " --update" * (ranks != RANKS[rate][0])

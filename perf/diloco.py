@@ -2,11 +2,13 @@
 
     python perf/testbed.py run --rate 100mbit --delay 20 -- python perf/diloco.py --json perf/results/diloco.json
 
-A step sleeps for `--compute` seconds and moves all parameters by noise; the time beyond that is waiting.
+A step sleeps for `--compute` seconds and moves all parameters by noise; the time beyond that is waiting. Lines of
+torchft, where it is installed, are those of its own DiLoCo over gloo, each rank a replica group.
 """
 
+import subprocess
 import time
-from functools import partial
+from datetime import timedelta
 
 import harness
 import numpy as np
@@ -20,7 +22,9 @@ from sparsecoll.transport.all_ranks import allgather
 
 STREAM = {"fragments": 4, "alpha": 0.5}
 LINES = {
-    "gloo, all values": None,
+    "gloo, all values": {},
+    "torchft": {"delay": 0},
+    "torchft, streaming": {"delay": 29},
     "DiLoCo, all values": {},
     "DiLoCo, 4 bits": {"compressor": QSGD(4, feedback=True)},
     "SparseLoCo": {"preset": "sparseloco"},
@@ -59,25 +63,60 @@ class Gloo:
                 p.data.copy_(s.sub_(part.view_as(s)))
 
 
+class Torchft:
+    """DiLoCo of torchft: one fragment, whose sum may end `delay` steps later."""
+
+    def __init__(self, inner, model, every, delay):
+        import torchft
+        from torchft.local_sgd import DiLoCo
+
+        host, rank, limit = subprocess.getoutput("hostname -I").split()[0], dist.get_rank(), timedelta(minutes=5)
+        self.lighthouse = torchft.LighthouseServer(f"{host}:0", dist.get_world_size()) if rank == 0 else None
+        port = torch.tensor([int(self.lighthouse.address().rpartition(":")[2]) if self.lighthouse else 0])
+        first = [host]
+        dist.broadcast(port, 0)
+        dist.broadcast_object_list(first)
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # of this replica, of one rank
+        place = {"store_addr": host, "store_port": store.port, "rank": 0, "world_size": 1, "hostname": host}
+        place |= {"lighthouse_addr": f"http://{first[0]}:{int(port)}", "replica_id": f"rank {rank}"}
+        given = {"use_async_quorum": False, "timeout": limit, "quorum_timeout": limit}
+        group = torchft.ProcessGroupGloo(timeout=limit)
+        self.manager = torchft.Manager(group, None, None, dist.get_world_size(), **given, **place)
+        self.step, self.store = inner.step, store
+        outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+        self.diloco = DiLoCo(self.manager, [model], inner, outer, every, pin_memory=False, fragment_sync_delay=delay)
+        self.diloco.__enter__()
+
+    def close(self):
+        """Leave the job."""
+        self.diloco.__exit__(None, None, None)
+        dist.barrier()
+        self.manager.shutdown(wait=False)
+
+
+PEERS = {"gloo": Gloo, "torchft": Torchft}
+
+
 def measure(options, line, model):
     """Return the row of a line: per round, seconds of waiting on the slowest rank and megabytes received."""
-    inner, given, every = Noise(model.parameters(), 1.0), LINES[line], options.every
-    made = Gloo if given is None else partial(sparsecoll.torch.DiLoCo, **given)
-    optimizer = made(inner, model, every=every)
+    plain, inner = (Noise(model.parameters(), 1.0) for _ in range(2))
+    given, every = LINES[line], options.every
+    made = PEERS.get(line.partition(",")[0], sparsecoll.torch.DiLoCo)
+    optimizer = made(inner, model, every=every, **given)
     transport, rounds = as_transport(None), options.rounds
     waits, host = np.zeros(rounds + 1), 0
     for step in range((rounds + 1) * every):
         if step == every:  # after a first round
             host = harness.link_bytes(options.interface)[1]
         start = time.perf_counter()
-        inner.step()
+        plain.step()
         own = time.perf_counter() - start
         time.sleep(options.compute)
         start = time.perf_counter()
         optimizer.step()
         waits[step // every] += max(0.0, time.perf_counter() - start - own)
     host = (harness.link_bytes(options.interface)[1] - host) / rounds / 1e6
-    if given is not None:
+    if made is not Gloo:
         optimizer.close()
     slowest = allgather(transport, waits[1:]).max(axis=0)
     row = {"line": line, "P": dist.get_world_size(), "parameters": sum(p.numel() for p in model.parameters())}

@@ -170,4 +170,4 @@ def _few() -> SparseVector:
     return SparseVector.from_sorted_unchecked(indices, np.ones(indices.size, np.float32), 100_000)
 
 
-AHEAD += [lambda: SparseVector.merge([_few()] * 8, np.dtype(np.float32)), lambda: decode(encode(_few()), 100_000)]
+AHEAD += [lambda: decode(encode(_few()), 100_000), lambda: SparseVector.merge([_few()] * 8, np.dtype(np.float32))]

@@ -102,7 +102,7 @@ def test_a_process_that_is_killed_while_it_compiles(start):
 
 
 @pytest.mark.slow
-def test_one_of_those_that_wait_makes_each_call_ahead(start, tmp_path):
+def test_each_of_those_that_wait_makes_another_call_ahead(start, tmp_path):
     holder, made = (
         start(HOLD.replace("LOCK_EX)", "LOCK_EX, 1 << 62)")),
         tmp_path / "made",

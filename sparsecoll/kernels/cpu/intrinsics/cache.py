@@ -142,12 +142,14 @@ def _locked(file: int, byte: int) -> bool:
 
 
 def _compile_ahead(folder: str) -> None:
-    """Make the calls of AHEAD, each in one process of a node."""
-    while AHEAD:
-        call = AHEAD.pop()  # first: the call may wait, too
-        if _locked(_lock_file(folder), AHEAD_BYTES + len(AHEAD)):
+    """Make a call of AHEAD that no other process of the node makes."""
+    calls = AHEAD.copy()
+    AHEAD.clear()  # first: the call may wait, too
+    for number, call in enumerate(calls):
+        if _locked(_lock_file(folder), AHEAD_BYTES + number):
             with contextlib.suppress(Exception):  # it will be raised where such a call is made
                 call()
+            break
 
 
 @functools.cache
