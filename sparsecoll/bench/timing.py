@@ -315,7 +315,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    generation = f" (family {found['cpu family']}, model {found['model']})" if "cpu family" in found else ""
+    return found.get("model name", platform.machine()) + generation
 
 
 def _commit() -> str:
