@@ -68,10 +68,11 @@ class Torchft:
 
     def __init__(self, inner, model, every, delay):
         import torchft
+        from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo
 
         host, rank, limit = subprocess.getoutput("hostname -I").split()[0], dist.get_rank(), timedelta(minutes=5)
-        self.lighthouse = torchft.LighthouseServer(f"{host}:0", dist.get_world_size()) if rank == 0 else None
+        self.lighthouse = LighthouseServer(f"{host}:0", dist.get_world_size()) if rank == 0 else None
         port = torch.tensor([int(self.lighthouse.address().rpartition(":")[2]) if self.lighthouse else 0])
         first = [host]
         dist.broadcast(port, 0)
@@ -79,7 +80,7 @@ class Torchft:
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # of this replica, of one rank
         place = {"store_addr": host, "store_port": store.port, "rank": 0, "world_size": 1, "hostname": host}
         place |= {"lighthouse_addr": f"http://{first[0]}:{int(port)}", "replica_id": f"rank {rank}"}
-        given = {"use_async_quorum": False, "timeout": limit, "quorum_timeout": limit}
+        given = {"use_async_quorum": False, "init_sync": False, "timeout": limit, "quorum_timeout": limit}
         group = torchft.ProcessGroupGloo(timeout=limit)
         self.manager = torchft.Manager(group, None, None, dist.get_world_size(), **given, **place)
         self.step, self.store = inner.step, store
