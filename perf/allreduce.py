@@ -107,7 +107,7 @@ def wire():
     return markdown(lines.values())
 
 
-UNSHOWN = ("gloo, dense", "DSA, DenseStream", "exact sum, float16")  # in the figure only
+UNSHOWN = ("gloo, dense", "dense, 2 bits", "exact sum, float16")  # in the figure only
 SHOWN = {  # in the README: name of a row
     "`MPI_Allreduce`, dense (MPICH)": MPI_ALLREDUCE,
     "**sparsecoll, exact sum** of all top k": "exact sum",

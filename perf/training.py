@@ -269,6 +269,7 @@ def overlap(rows):
 
 UNSHOWN = (", no ", "whole model", "SparseSGD, dense", "gaussiank", "dragonn", "stream", "0.1", "hook, a", "randomk")
 UNSHOWN += ("allgather", "efsignsgd", "qsgd 8", *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)))
+BESIDE = ("free", "none", "fp16", "sgdtopk", "chunktopk", "majority", "qsgd", "covap", "DDP, our")
 NETS = {("vgg", 32): "20 M", ("mlp", 32): "107 M"}
 
 
@@ -288,17 +289,16 @@ def side_by_side(rows):
 
 def tables():
     """Return the tables of docs/training.md and docs/fsdp.md by name."""
-    made, columns = {}, ("million", "line", "s / step", "x plain", "MB received")
-    cores, ethernet = (  # the other lines are on file
-        [row for row in rows if not any(part in row["line"] for part in UNSHOWN)]
-        for rows in (load("training_16_cores")["cpu"], load("training")["rows"])
+    made = {}
+    ethernet, own = (  # the other lines are on file
+        [row for row in load(name)["rows"] if not any(part in row["line"] for part in UNSHOWN)]
+        for name in ("training", "training_2_hosts")
     )
-    made["16_cores_cpu"] = markdown([{name: row[name] for name in columns} for row in cores])
     for name in ("hsdp", "fsdp"):
         made[name] = f"{table({row['line']: row for row in load(name)['rows']})}\n\n{source(name)}"
     made["ethernet"] = side_by_side(ethernet)
     made["overlap"] = overlap(load("overlap")["rows"])
-    own = [row for row in load("training_2_hosts")["rows"] if not any(part in row["line"] for part in UNSHOWN)]
+    own = [row for row in own if not row["line"].startswith(BESIDE)]
     made["own_cores"] = f"{table({row['line']: row for row in own})}\n\n{source('training_2_hosts')}"
     return {f"training.{name}": text for name, text in made.items()}
 
