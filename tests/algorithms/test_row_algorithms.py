@@ -53,6 +53,18 @@ def test_gathering_takes_the_rows_of_the_others():
     assert expected <= received <= 1.05 * expected
 
 
+@pytest.mark.parametrize("P, most", [(4, 0.8), (16, 0.54), (64, 0.36)])
+def test_the_busiest_rank_receives_fewer_bytes_than_by_gloo(P, most):
+    """Whose sparse sum brings the row numbers, of 8 bytes, and the rows of all other ranks to each."""
+    d, inputs = 16, []
+    for rank in range(P):
+        rows = batch(rank, 1.05).rows
+        values = np.random.default_rng(rank).standard_normal((rows.size, d), np.float32)
+        inputs.append(RowSparse(rows, values, N))
+    gloo = sum(x.nnz for x in inputs[1:]) * (8 + 4 * d)
+    assert measured(P, "auto", inputs)[:, 0].max() <= most * gloo
+
+
 @pytest.mark.parametrize("d, most", [(64, 1.003), (16, 1.01), (4, 1.03)])
 def test_with_all_rows_on_all_ranks_owners_move_what_a_dense_sum_moves(d, most):
     n = 20_000
