@@ -268,8 +268,8 @@ def overlap(rows):
 
 
 UNSHOWN = (", no ", "whole model", "SparseSGD, dense", "gaussiank", "dragonn", "stream", "0.1", "hook, a", "randomk")
-UNSHOWN += ("allgather", "efsignsgd", "qsgd 8", *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)))
-BESIDE = ("free", "none", "fp16", "sgdtopk", "chunktopk", "majority", "qsgd", "covap", "DDP, our")
+UNSHOWN += ("allgather", "efsignsgd", "qsgd", "covap")
+BESIDE = ("free", "none", "fp16", "sgdtopk", "chunktopk", "majority", "DDP, our")
 NETS = {("vgg", 32): "20 M", ("mlp", 32): "107 M"}
 
 

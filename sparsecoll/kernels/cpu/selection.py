@@ -200,6 +200,9 @@ def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PL
     if values.dtype.kind == "c":
         form(values, work)
         return taken(values, topk(magnitudes(values), k)[0], indices, work.clear)
+    if k < values.size < 2 * k and work is PLAIN:  # no pass leaves out enough
+        key, ties = kth_key(values, k)
+        return topk_by_key(values, key, ties, indices=indices)  # type: ignore[no-any-return]
     bound, room = lower_bound_key(values, k, work), k + (k >> 2)
     found_i, found_v = select(values, bound, room, indices, None, work, k)
     if found_v.size < min(k, values.size):  # the sample was not typical, as for periodic data
