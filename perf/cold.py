@@ -39,10 +39,8 @@ def rows(options):
         found = []
         for _ in range(options.repeat):
             with tempfile.TemporaryDirectory() as folder:
-                command, environment = (
-                    [mpirun, "-n", str(P), sys.executable, "-c", PROGRAM],
-                    kept | {"NUMBA_CACHE_DIR": folder},
-                )
+                command = [mpirun, "-n", str(P), sys.executable, "-c", PROGRAM]
+                environment = kept | {"NUMBA_CACHE_DIR": folder}
                 runs = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
                 found.append([float(word) for out in runs for word in out.split()])
         _, cold, imports, warm = np.median(found, axis=0).tolist()

@@ -38,7 +38,7 @@ class MajorityVote(ArrayCompressor):
     def update(self, out, message, reduced):
         """Write the signs."""
         votes = sum(self.decompress(unpacked(block), out.size) for block in reduced)
-        np.subtract(2 * (2 * votes > self.size), 1, out=out, casting="unsafe")
+        out[:] = np.sign(2 * votes.astype(np.int32) - self.size)  # 0 if as many have the other sign
 
 
 @dataclass

@@ -101,10 +101,8 @@ def test_a_process_that_is_killed_while_it_compiles(start):
 
 @pytest.mark.slow
 def test_each_of_those_that_wait_makes_another_call_ahead(start, tmp_path):
-    holder, made = (
-        start(HOLD.replace("LOCK_EX)", "LOCK_EX, 1 << 62)")),
-        tmp_path / "made",
-    )  # not the bytes of calls ahead
+    made = tmp_path / "made"
+    holder = start(HOLD.replace("LOCK_EX)", "LOCK_EX, 1 << 62)"))  # not the bytes of calls ahead
     assert holder.stdout.readline() == "ready\n"
     calls = ", ".join(f"lambda: open({str(made)!r}, 'a').write({word!r}) / {word == 'b':d}" for word in "abc")
     before = f"from sparsecoll.kernels import AHEAD\nAHEAD[:] = [{calls}]"  # two of them raise
