@@ -2,8 +2,8 @@
 
     python perf/testbed.py run --rate 100mbit --delay 20 -- python perf/diloco.py --json perf/results/diloco.json
 
-A step sleeps for `--compute` seconds and moves all parameters by noise; the time beyond that is waiting. Lines of
-torchft, where it is installed, are those of its own DiLoCo over gloo, each rank a replica group.
+A step sleeps for `--compute` seconds, and one of ten moves all parameters by noise; the time beyond that is waiting.
+Lines of torchft, where it is installed, are those of its own DiLoCo over gloo, each rank a replica group.
 """
 
 import subprocess
@@ -35,13 +35,18 @@ LINES = {
 
 
 class Noise(torch.optim.SGD):
-    """Moves parameters as a training step would, in little time."""
+    """Moves parameters as training would, all at once in one step of ten: ranks share processors."""
+
+    steps, seconds = 0, 0.0
 
     def step(self, closure=None):
         """Add noise from a small table."""
-        for group in self.param_groups:
+        start = time.perf_counter()
+        for group in self.param_groups if self.steps % 10 == 0 else ():
             for p in group["params"]:
                 p.data.view(-1, 1000).add_(torch.randn(1000), alpha=1e-3)
+        self.steps += 1
+        self.seconds += time.perf_counter() - start
 
 
 class Gloo:
@@ -100,7 +105,7 @@ PEERS = {"gloo": Gloo, "torchft": Torchft}
 
 def measure(options, line, model):
     """Return the row of a line: per round, seconds of waiting on the slowest rank and megabytes received."""
-    plain, inner = (Noise(model.parameters(), 1.0) for _ in range(2))
+    inner = Noise(model.parameters(), 1.0)
     given, every = LINES[line], options.every
     made = PEERS.get(line.partition(",")[0], sparsecoll.torch.DiLoCo)
     optimizer = made(inner, model, every=every, **given)
@@ -109,13 +114,10 @@ def measure(options, line, model):
     for step in range((rounds + 1) * every):
         if step == every:  # after a first round
             host = harness.link_bytes(options.interface)[1]
-        start = time.perf_counter()
-        plain.step()
-        own = time.perf_counter() - start
         time.sleep(options.compute)
-        start = time.perf_counter()
+        start, own = time.perf_counter(), inner.seconds
         optimizer.step()
-        waits[step // every] += max(0.0, time.perf_counter() - start - own)
+        waits[step // every] += time.perf_counter() - start - (inner.seconds - own)
     host = (harness.link_bytes(options.interface)[1] - host) / rounds / 1e6
     if made is not Gloo:
         optimizer.close()
@@ -131,6 +133,7 @@ def main():
     options = harness.options(__doc__, lines=list(LINES), **own)
     harness.start_gloo(default_comm(), options.interface)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # hosts share processors
     layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(options.million)]
     rows = (measure(options, line, torch.nn.Sequential(*layers)) for line in options.lines)
     harness.record(rows, options, dist.get_rank(), key=("line", "rate", "delay ms", "compute"))

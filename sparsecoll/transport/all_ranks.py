@@ -17,6 +17,7 @@ from sparsecoll.transport.base import Transport
 
 DIRECT_BYTES = 1 << 17  # of blocks that are gathered directly on one machine: copies take longer than messages
 DIRECT_RANKS = 3  # up to which P - 1 messages are as many as ceil(log2 P)
+NEAR_RANKS = 8  # up to which the delay of ceil(log2 P) successive messages takes longer than P - 1 at once
 
 
 def _raw(array: NDArray[Any]) -> Buffer:
@@ -203,7 +204,9 @@ def sum_counts(
     return total[: counts.size]
 
 
-def disseminate(transport: Transport, row: NDArray[Any], combine: Callable[..., object]) -> NDArray[Any]:
+def disseminate(
+    transport: Transport, row: NDArray[Any], combine: Callable[..., object], direct: bool = False
+) -> NDArray[Any]:
     """Return the rows of all ranks combined, the same on every rank.
 
     Dissemination: ceil(log2 P) messages of m items for any P, in which a row may be combined more than once. They go to
@@ -214,10 +217,15 @@ def disseminate(transport: Transport, row: NDArray[Any], combine: Callable[..., 
         transport: the ranks.
         row: array of m items, of the same size and dtype on all ranks.
         combine: as in `sum_counts`; repetition must not matter, either, as of a maximum.
+        direct: whether every rank sends its row to every other one, in P - 1 messages at once (default: False).
     """
     rank, size, distance = transport.rank, transport.size, 1
     total = row.copy()
-    while distance < size:
+    for step in range(1, size) if direct else ():
+        transport.isend((rank - step) % size, _raw(row.copy()))
+    for step in range(1, size) if direct else ():
+        combine(total, _recv(transport, (rank + step) % size, total.nbytes).view(row.dtype), out=total)
+    while distance < size and not direct:
         transport.isend((rank - distance) % size, _raw(total.copy()))
         received = _recv(transport, (rank + distance) % size, total.nbytes)
         combine(total, received.view(row.dtype), out=total)

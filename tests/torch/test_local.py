@@ -133,7 +133,7 @@ def test_parameters_loaded_between_means_are_the_new_start():
         assert max((a - b).abs().max() for a, b in zip(start, end, strict=True)) < 0.05
 
 
-@pytest.mark.parametrize("compressor", ["topk", "none", "fp16", "free"])
+@pytest.mark.parametrize("compressor", ["topk", "none", "fp16", "free", "chunktopk"])
 def test_nan_on_one_rank_fails_on_all_ranks_changes_nothing_and_names_the_cure(compressor):
     def program(comm):
         model, optimizer = trained(comm, 3, compressor, every=4, dense_below=0)

@@ -13,8 +13,9 @@ from nets import batch, bits, close, loss_of, net, parameters  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
 from sparsecoll.torch import DiLoCo, LocalOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import QSGD, TopKCompressor  # noqa: E402
+from sparsecoll.torch.compressors import QSGD, ChunkedTopK, TopKCompressor  # noqa: E402
 
+CHUNKED = ChunkedTopK(4, 16, algo="allgather")
 NAMES = [name for name, _ in net().named_parameters()]
 
 
@@ -159,7 +160,31 @@ def test_outer_optimizers_of_fragments_have_their_own_rates():
 NO_SGD = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
 
-@pytest.mark.parametrize("compressor", ["none", TopKCompressor(0.1, "allgather"), QSGD(4, feedback=True)])
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 8, 9])
+def test_buckets_under_way_together_have_the_bits_of_one_bucket(P):
+    """No bucket divides a chunk. Beside another optimizer, whose means a progress thread forms."""
+
+    def program(comm, bucket_bytes, plain=True):
+        other = net()
+        streaming = made(comm, other)
+        train(comm, streaming, other, 7)
+        model = net()
+        outer = {} if plain else {"outer": torch.optim.SGD(model.parameters(), 0.7), "outer_lr": 1.0}
+        options = {"fragments": 1, "delay": 0, "alpha": 0.0, "outer_momentum": 0.0, **outer}
+        optimizer = made(comm, model, compressor=CHUNKED, bucket_bytes=bucket_bytes, **options)
+        train(comm, optimizer, model, 13)
+        optimizer.synchronize()
+        return bits(model), parameters(model)
+
+    one, several, dense = (
+        simulate(P, partial(program, **options)).results
+        for options in ({"bucket_bytes": 1 << 30}, {"bucket_bytes": 1}, {"bucket_bytes": 1, "plain": False})
+    )
+    assert len({own for own, _ in [*one, *several]}) == len({own for own, _ in dense}) == 1
+    close(one[0][1], dense[0][1], atol=1e-6)
+
+
+@pytest.mark.parametrize("compressor", ["none", TopKCompressor(0.1, "allgather"), QSGD(4, feedback=True), CHUNKED])
 def test_a_rank_that_has_nan_while_means_are_under_way(compressor):
     """All raise in the same step; after discard() all go on with the same bits."""
 

@@ -217,7 +217,7 @@ def chunk_topk(values: Array, work: Pass, chunks: Chunks) -> tuple[int, Array, A
     return wrong, indices[:count], codes[: -(-count // 4)], levels
 
 
-def chunk_sum(parts: list[Taken], starts: Array, divisor: int, out: Array, add: bool) -> None:
+def chunk_sum(parts: list[Taken], starts: Array, divisor: float, out: Array, add: bool) -> None:
     columns = [[data_ptr(array) for array in column] for column in zip(*parts, strict=True)] or [[], [], []]
     at = [np.array(column, np.int64) for column in columns]
     sizes, like = np.array([part[0].size for part in parts], np.int64), [np.empty(0, index_dtype(out.size))]

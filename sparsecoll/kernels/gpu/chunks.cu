@@ -3,7 +3,7 @@
 #define CLASSES 256  // one for each thread
 #define STEP_BITS 4
 #define DIGITS 30
-#define LARGEST 3.4028234663852886e38
+#define LARGEST 1.7014117331926443e38
 #define FRACTION (sizeof(BITS) == 2 ? 10 : sizeof(BITS) == 4 ? 23 : 52)
 #define INFINITE ((BITS)((SIGN - 1) >> FRACTION << FRACTION))
 

@@ -36,7 +36,7 @@ def chunk_topk(values: Array, work: Pass, chunks: Chunks) -> tuple[int, Array, A
     return -1, indices, packed, levels
 
 
-def chunk_sum(parts: list[Taken], starts: Array, divisor: int, out: Array, add: bool) -> None:
+def chunk_sum(parts: list[Taken], starts: Array, divisor: float, out: Array, add: bool) -> None:
     if not add:
         out[:] = 0
     begins = device.to_device(starts)

@@ -14,7 +14,7 @@ __all__ = ["chunk_sum", "chunk_topk"]
 CLASSES = 256  # of magnitudes, STEPS in each power of two; the lowest one has all smaller magnitudes
 STEPS = 16
 DIGITS = 30  # bits of the largest magnitude of a block, by which magnitudes are whole numbers, whose sums are exact
-LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max) / 2  # a mean of any number of magnitudes is finite
 
 
 def chunk_topk(values: Array, work: Pass, chunks: Chunks) -> tuple[int, Array, Array, Array]:
@@ -91,7 +91,7 @@ def packed(codes: Array) -> Array:
     return shifted
 
 
-def chunk_sum(parts: list[Taken], starts: Array, divisor: int, out: Array, add: bool) -> None:
+def chunk_sum(parts: list[Taken], starts: Array, divisor: float, out: Array, add: bool) -> None:
     """Write the sum of what `chunk_topk` took from several vectors to `out`, or with `add` add it, in their order.
 
     Args:

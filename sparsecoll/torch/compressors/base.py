@@ -66,6 +66,7 @@ class Compressor(ABC):
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
     stands_alone = False  # whether it has `encoded` and `combined`, so that an ElasticGroup can use it
+    sends_at_once = False  # whether these messages go directly to all ranks, so that several buckets' can be under way
     dense_below = 1024  # number of values below which a parameter is not compressed, unless the user gives another
 
     @property
@@ -136,13 +137,18 @@ class Compressor(ABC):
     def reducing(self, transport: Transport) -> Iterator[None]:
         """Context manager of a reduction of the bucket: what it raises, all ranks raise; torch.profiler shows it."""
         self.sync(transport)
+        with self.shown() as name, CollectiveCall(transport, name, self.timeout):
+            yield
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[str]:
+        """Context manager of work on the bucket, which torch.profiler shows by the name that it yields."""
         name = f"bucket {self.layout.index}"
         with contextlib.ExitStack() as stack:
             if profiled():
                 stack.enter_context(torch.profiler.record_function(f"sparsecoll: {name}"))
                 stack.enter_context(record(Shown()))
-            stack.enter_context(CollectiveCall(transport, name, self.timeout))
-            yield
+            yield name
 
     def sync(self, transport: Transport) -> None:
         """Drop what may differ between ranks since a call has failed."""
@@ -159,8 +165,12 @@ class Compressor(ABC):
                 self.check_finite(acc)  # names the parameter
             raise
 
+    def best_bucket(self, size: int) -> int | None:
+        """Return the bytes of a bucket with the shortest mean among `size` ranks, where rounds take few messages."""
+        return None
+
     def encoded(self, message: Any) -> Array:
-        """Return what `compress` has returned as bytes, for an ElasticGroup; see `combined`."""
+        """Return what `compress` has returned as bytes, as all ranks get it; see `combined`."""
         raise TypeError(
             f"compressor: expected one with encoded() and combined(), such as 'chunktopk', got {self.name!r}"
         )
@@ -173,6 +183,10 @@ class Compressor(ABC):
         raise TypeError(
             f"compressor: expected one with encoded() and combined(), such as 'chunktopk', got {self.name!r}"
         )
+
+    def add_mean(self, values: Array, reduced: Any, scale: float) -> None:
+        """Add scale * the mean of what `combined` has returned, which is finite; of those that `sends_at_once`."""
+        raise NotImplementedError
 
     def reset(self) -> None:  # noqa: B027 - most keep nothing of the kind
         """Discard state that may differ between ranks after a call that failed."""
@@ -240,13 +254,15 @@ class Compressor(ABC):
             return reduce_scatter_vectors(transport, message, replace(given, k=None), compared)
         return allreduce_vectors(transport, message, algorithm, given, True, compared, deferred=True)
 
-    def gather(self, transport: Transport, message: Array, compared: Mapping[str, Any] = NOTHING) -> list[Array]:
+    def gather(
+        self, transport: Transport, message: Array, compared: Mapping[str, Any] = NOTHING, direct: bool = False
+    ) -> list[Array]:
         """Return all ranks' messages of bytes, in rank order; ranks compare the values of `compared`, too."""
         with CollectiveCall(transport, "compressor", self.timeout) as call:
             call.signature |= {**compared, "compressor": self.describe(), "length": self.layout.length}
             call.agree()
             with transport.phase("gather"):
-                blocks = allgatherv(transport, message)
+                blocks = allgatherv(transport, message, direct)
             transport.waitall()
         return blocks
 

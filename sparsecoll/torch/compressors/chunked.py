@@ -21,12 +21,13 @@ from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_
 from sparsecoll.torch.compressors.schedule import RARE
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
-from sparsecoll.transport.all_ranks import allgatherv, exchanged
+from sparsecoll.transport.all_ranks import NEAR_RANKS, allgatherv, exchanged
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import DenseVector
 
 SHARED = 32  # consecutive chunks of a parameter share two magnitudes
 RICE_BLOCK = 1024  # gaps that share a Rice parameter
+PART = 16 << 20  # bytes of a gradient while whose messages are under way the next ones are made
 HEAD = 16  # bytes: the number of entries and the first index
 ENTRY = 3.6  # bits of an entry without those of the mean gap
 SUMS = PackedCodesFormat(8)  # of sums
@@ -96,22 +97,26 @@ class ChunkedTopK(ErrorFeedback):
         parts = [np.arange(a, b, self.chunk) for a, b in pairwise(layout.offsets)]
         edges = np.concatenate([*parts, [layout.length]]).astype(np.int64)
         n, entries = layout.length, int(self._counts(edges).sum())
-        self._by_owners = self.size > 1 and n > 0 and self.algo != "allgather"
-        if self.algo == "auto" and self._by_owners:
-            self._by_owners = self._cheaper_by_owners(n, entries)
+        self._by_owners = n > 0 and self._has_owners(self.size, n, entries)
+        self.sends_at_once = not self._by_owners and self.size <= NEAR_RANKS
         owners = self.size if self._by_owners else 1
         cuts = np.searchsorted(edges, [n * j // owners for j in range(owners + 1)])
         self._regions = [self._region(edges[a : b + 1]) for a, b in pairwise(cuts)]
 
-    def _cheaper_by_owners(self, n: int, entries: int) -> bool:
-        """Return whether owners take fewer bits than all-gathering; both divided by P - 1."""
-        message = entries * (math.log2(n / entries) + ENTRY)
+    def best_bucket(self, size: int) -> int | None:
+        return PART if 1 < size <= NEAR_RANKS and not self._has_owners(size, self.chunk, self.k) else None
+
+    def _has_owners(self, size: int, n: int, entries: int) -> bool:
+        """Return whether `size` ranks sum by owners: as `algo` says, or if that takes fewer bits than all-gathering."""
+        if size == 1 or self.algo != "auto":
+            return size > 1 and self.algo == "owners"
+        message = entries * (math.log2(n / entries) + ENTRY)  # all divided by P - 1
         if self.requantize:
-            return 2 * message < self.size * message
-        share = 1 - (1 - entries / n) ** self.size  # of the coordinates, in the sum
+            return 2 * message < size * message
+        share = 1 - (1 - entries / n) ** size  # of the coordinates, in the sum
         rest = 1 - share
         gaps = max(share, -share * math.log2(share) - rest * math.log2(rest) if rest > 0 else 0)
-        return message + n * (share * SUM + gaps) < self.size * message
+        return message + n * (share * SUM + gaps) < size * message
 
     def _counts(self, edges: Array) -> Array:
         counts: Array = np.maximum(1, self.k * np.diff(edges) // self.chunk)
@@ -157,10 +162,10 @@ class ChunkedTopK(ErrorFeedback):
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
         return tuple(taken)
 
-    def communicate(self, transport: Transport, message: list[Taken | None]) -> list[Array]:
+    def communicate(self, transport: Transport, message: list[Taken | None]) -> list[Any]:
         if not self._by_owners:
             assert message[0] is not None
-            return self.gather(transport, encode(message[0]))
+            return self.combined(self.gather(transport, encode(message[0]), direct=self.sends_at_once))
         with CollectiveCall(transport, "compressor", self.timeout) as call:
             call.signature |= {"compressor": self.describe(), "length": self.layout.length}
             call.agree()
@@ -171,7 +176,7 @@ class ChunkedTopK(ErrorFeedback):
                     received[source] = decode(buffer, own)
                 summed = self._sum(own, [part for _, part in sorted(received.items()) if part is not None])
             with transport.phase("gather"):
-                blocks = allgatherv(transport, summed)
+                blocks = allgatherv(transport, summed, self.size <= NEAR_RANKS)
             transport.waitall()
         return blocks
 
@@ -193,14 +198,16 @@ class ChunkedTopK(ErrorFeedback):
     def encoded(self, message: list[Taken | None]) -> Array:
         return encode(message[0])
 
-    def combined(self, blocks: Sequence[Array]) -> list[Array]:
-        return list(blocks)
+    def combined(self, blocks: Sequence[Array]) -> list[Taken]:
+        return [decode(block, self._regions[0]) for block in blocks]
 
-    def update(self, out: Array, message: list[Taken | None], reduced: list[Array]) -> None:
+    def add_mean(self, values: Array, reduced: list[Taken], scale: float) -> None:
+        kernels_of(values).chunk_sum(reduced, self._regions[0].starts, self.size / scale, values, True)
+
+    def update(self, out: Array, message: list[Taken | None], reduced: Any) -> None:
         kernels = kernels_of(out)
         if not self._by_owners:
-            region = self._regions[0]
-            kernels.chunk_sum([decode(buffer, region) for buffer in reduced], region.starts, self.size, out, False)
+            kernels.chunk_sum(reduced, self._regions[0].starts, self.size, out, False)
             return
         for region, buffer in zip(self._regions, reduced, strict=True):
             part = out[region.start : region.stop]

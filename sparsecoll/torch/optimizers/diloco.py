@@ -61,7 +61,8 @@ class DiLoCo(LocalOptimizer):
         alpha: as in `LocalOptimizer`.
         weight: as in `LocalOptimizer`.
         backup_device: as in `LocalOptimizer`.
-        bucket_bytes: as in `LocalOptimizer` (default: None, one bucket for each fragment, which has fewest messages).
+        bucket_bytes: as in `LocalOptimizer` (default: None, one bucket for each fragment, which has fewest messages;
+            with chunks, for up to 8 ranks, of 16 MB: messages of some are under way while the next ones are made).
         dense_below: as in `LocalOptimizer`.
         verify: as in `LocalOptimizer`.
         timeout: as in `LocalOptimizer`.

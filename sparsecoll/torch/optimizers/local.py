@@ -18,7 +18,7 @@ from sparsecoll.torch.optimizers.together import Together
 from sparsecoll.torch.reduction.elastic import ElasticMeans
 from sparsecoll.torch.reduction.grad_scaler import forget
 from sparsecoll.torch.reduction.means import Means
-from sparsecoll.torch.reduction.pace import OuterOptimizers, Pace
+from sparsecoll.torch.reduction.pace import Outer, OuterOptimizers, Pace
 from sparsecoll.torch.reduction.rounds import ElasticGroup
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.replica.calls import JOINED, Options, agreeing, collective, communicator
@@ -38,12 +38,6 @@ from sparsecoll.transport import LocalTransport, as_transport
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.group import GroupTransport
-
-
-class Outer(torch.optim.SGD):
-    """The optimizer of the shared parameters."""
-
-    momentum_of = "LocalOptimizer", "outer_momentum"
 
 
 class LocalOptimizer(Wrapper):
@@ -108,7 +102,7 @@ class LocalOptimizer(Wrapper):
 
     Volume: that of the compressor, divided by `every`; buffers that have changed; a few hundred bytes. Memory: the
     shared parameters, their momentum if any, and the state of the compressor (three times the model with top-k); during
-    a mean, the change and the mean of its fragment.
+    a mean, the change and the mean of its fragment, or the change alone with `ChunkedTopK` and no outer momentum.
 
     See Also:
         `sparsecoll.torch.DiLoCo`, which has the papers' values; `sparsecoll.torch.DistributedOptimizer`, which averages
@@ -147,7 +141,9 @@ class LocalOptimizer(Wrapper):
         def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, list[torch.optim.Optimizer], Pace]:
             pace = Pace(every, fragments, delay, alpha, weight)
             refuse_wrapped(model, "named_parameters")
-            own, options = as_compressor(compressor), Options(bucket_bytes, dense_below, False, False, verify, timeout)
+            own = as_compressor(compressor)
+            most = own.best_bucket(transport.size) if bucket_bytes is None else bucket_bytes
+            options = Options(most, dense_below, False, False, verify, timeout)
             given = of_optimizer(optimizer, named(named_parameters))
             check_whole(given.values(), comm)
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}

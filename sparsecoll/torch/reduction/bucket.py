@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class Bucket:
         self.gradient: Buffer | None = None
         self.source: Buffer | None = None
         self.mean: Buffer | None = None
+        self._reduced: tuple[Compressor, Any, Any] | None = None  # of which the mean is still to be formed
+        self._values: Buffer | None = None  # the parameters, once they are parts of one vector
         self._as_view, self._dtype = as_view, layout.device.zeros_tensor(0, layout.dtype).dtype
 
     def gradient_buffer(self) -> Buffer:
@@ -90,6 +92,7 @@ class Bucket:
         if flat and self.source is not None:
             p.grad.data = view  # type: ignore[union-attr]  # the same tensor: another one would count as a new gradient
 
+    @torch.no_grad()
     def take_changes(self, now: Mapping[str, torch.Tensor], names: Collection[str], weight: float = 1.0) -> None:
         """Take weight * (the named parameters - their values of `now`), and zeros for the others."""
         for name, view in self.layout.split(self.gradient_buffer().tensor).items():
@@ -171,8 +174,8 @@ class Bucket:
 
     def mean_buffer(self, keeps_gradient: bool) -> Array:
         """Return memory for the means: that of the gradients, unless the compressor keeps it."""
-        assert self.gradient is not None
         self.mean = Buffer(self.layout.empty(), self.layout) if keeps_gradient else self.gradient
+        assert self.mean is not None
         return self.mean.array
 
     def reduce(self, transport: Transport, compressor: Compressor) -> None:
@@ -184,6 +187,38 @@ class Bucket:
         if not compressor.communicates:  # the means are this rank's gradients
             self.mean = self.gradient if self.source is None else self.source
 
+    def message(self, compressor: Compressor, transport: Transport) -> tuple[Any, Array]:
+        """Return this rank's message of the gradients, as `compress` returns it, and as bytes."""
+        assert self.gradient is not None
+        compressor.sync(transport)
+        with compressor.shown(), span("select", self.layout.length):
+            message = compressor.message(compressor.compensate(self.gradient.array))
+            return message, compressor.encoded(message)
+
+    def combine(self, compressor: Compressor, message: Any, blocks: Sequence[Array]) -> None:
+        """Take all ranks' messages in bytes; `message` is this rank's, or None if it is not among them."""
+        self._reduced = compressor, message, compressor.combined(blocks)
+
+    def form_mean(self) -> None:
+        """Form the mean of the messages that `combine` has taken, if any."""
+        if self._reduced is not None:
+            (compressor, message, reduced), self._reduced = self._reduced, None
+            with compressor.shown(), span("dense", self.layout.length):
+                compressor.update(self.mean_buffer(compressor.keeps_gradient), message, reduced)
+
+    def add_mean(self, scale: float) -> bool:
+        """Add scale * the mean to the parameters without forming it; return False if that cannot be done."""
+        if self._reduced is None or any(p.dtype != self._dtype for p in self.params.values()):
+            return False
+        if self._values is None:
+            self._values = Buffer(self.layout.empty(), self.layout)
+            for name, view in self.layout.split(self._values.tensor).items():
+                self.params[name].data = view.copy_(self.params[name])
+        (compressor, _, reduced), self._reduced = self._reduced, None
+        if scale:
+            compressor.add_mean(self._values.array, reduced, scale)
+        return True
+
     def accept(self) -> None:
         """Accept the reduction: the gradient buffer now belongs to the compressor's state, or holds the means."""
         self.versions.accept()
@@ -192,7 +227,7 @@ class Bucket:
     def drop(self) -> None:
         """Drop the reduction."""
         self.versions.drop()
-        self.gradient = self.source = self.mean = None
+        self.gradient = self.source = self.mean = self._reduced = None
 
     def part_of_mean(self, name: str) -> torch.Tensor:
         """Return a view of a parameter's mean."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
-from sparsecoll.torch.reduction.means import Means
+from sparsecoll.torch.reduction.means import Means, Pair, check_mean
 from sparsecoll.torch.reduction.rounds import ElasticGroup, Missed
 from sparsecoll.torch.replica.calls import JOINED, LATE, Round, Row
 from sparsecoll.torch.tensors.layout import takes_part
@@ -115,24 +115,28 @@ class ElasticMeans(Means):
         self._buckets.make({name for name, p in self._params.items() if takes_part(p)})
 
     def _form(
-        self, number: int, buckets: list[tuple[Bucket, Compressor]], row: Row, weight: float, failed: Exception | None
+        self,
+        number: int,
+        buckets: list[Pair],
+        row: Row,
+        weight: float,
+        failed: Exception | None,
+        take: Callable[[Bucket, Compressor], None],
     ) -> tuple[Round, float]:
         self.replica.context.step = number
         if failed is not None:
             raise failed
-        messages, arrays = [], []
+        own = []
         for bucket, compressor in buckets:
-            assert bucket.gradient is not None
-            messages.append(compressor.message(compressor.compensate(bucket.gradient.array)))
-            arrays.append(compressor.encoded(messages[-1]))
-        found, included = self._group.exchange(number, weight, joined(arrays))
+            take(bucket, compressor)
+            own.append(bucket.message(compressor, self.replica.transport))
+        found, included = self._group.exchange(number, weight, joined([block for _, block in own]))
         parts = [separated(one.message, len(buckets)) for one in found]
         for i, (bucket, compressor) in enumerate(buckets):
             compressor.size = len(found)
-            out = bucket.mean_buffer(compressor.keeps_gradient)
-            compressor.update(out, messages[i] if included else None, compressor.combined([own[i] for own in parts]))
-            if not bucket.mean_is_finite():
-                raise NonFiniteError(f"mean of round {number}: expected finite values, got an overflow")
+            bucket.combine(compressor, own[i][0] if included else None, [part[i] for part in parts])
+            bucket.form_mean()
+            check_mean(bucket)
         total = math.fsum(one.weight for one in found)
         self.replica.context.step = number + 1
         trainable = {name for bucket, _ in buckets for name in bucket.layout.names}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +26,9 @@ from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future, in_background
+
+Pair = tuple[Bucket, Compressor]
+UNDER_WAY = 2  # buckets whose messages may be under way while the next ones are made
 
 
 class Means(Window):
@@ -101,29 +107,46 @@ class Means(Window):
         ours = {name for name in self._params if fragment is None or self._fragments[name] == fragment}
         moved, buckets = self._moved & ours, [pair for pair in self._buckets if pair[0].layout.names[0] in ours]
         row = replica.row(flags, [name in moved for name in self._shared], number)
+
+        def take(bucket: Bucket, compressor: Compressor) -> None:
+            if bucket.gradient is None:
+                if not compressor.sends_at_once:
+                    self._check_finite(moved.intersection(bucket.layout.names))
+                bucket.take_changes(self._own, moved, weight)
+
         try:
             if failed is None:
-                self._check_finite(moved)
                 weight = self._pace.weight_of(replica.transport.rank)
-                for bucket, _ in buckets:
-                    bucket.take_changes(self._own, moved, weight)
+                for pair in buckets if delay else ():
+                    take(*pair)
         except Exception as error:
             failed = error
 
-        form = partial(self._form, number, buckets, row, weight, failed)
+        form = partial(self._form, number, buckets, row, weight, failed, take)
         result = in_background(replica.transport, form) if delay else completed_future(form)
         due, steps = self._taken + delay, self.steps
         self._under_way.append(Mean(number, fragment, moved, buckets, flags, steps, due, delay > 0, result))
         self._number, self.steps = number + 1, 0
 
     def _form(
-        self, number: int, buckets: list[tuple[Bucket, Compressor]], row: Row, weight: float, failed: Exception | None
+        self,
+        number: int,
+        buckets: list[Pair],
+        row: Row,
+        weight: float,
+        failed: Exception | None,
+        take: Callable[[Bucket, Compressor], None],
     ) -> tuple[Round, float]:
-        """Form a mean on trial; return what the ranks have told each other, and a factor. Collective."""
+        """Form a mean on trial; return what the ranks have told each other, and a factor. Collective.
+
+        Args:
+            take: lets a bucket take the changes, unless it has.
+        """
         replica = self.replica
         replica.context.step = number
-        for pair in buckets if failed is None else ():
-            self._reduce(*pair)
+        for at_once, pairs in itertools.groupby(buckets if failed is None else (), lambda pair: pair[1].sends_at_once):
+            for part in [list(pairs)] if at_once else [[pair] for pair in pairs]:
+                self._reduce(part, take)
         outcome, factor = replica.agree(self._name, row, lambda _: None, failed), 1.0
         if self._pace.weight is not None:
             factor = replica.call(self._name, lambda _: sum_weights(replica.transport, weight))
@@ -154,18 +177,48 @@ class Means(Window):
                     " ranks to give up the steps since the last mean"
                 )
 
-    def _reduce(self, bucket: Bucket, compressor: Compressor) -> None:
-        """Average the changes of a bucket on trial. Collective."""
-        layout = bucket.layout
+    def _reduce(self, pairs: list[Pair], take: Callable[[Bucket, Compressor], None]) -> None:
+        """Average the changes of buckets on trial, of several while messages of others are under way. Collective."""
+        transport, sent = self.replica.transport, collections.deque[tuple[Pair, Any, Any]]()
 
-        def reduce(_: CollectiveCall) -> None:
-            with layout.device.stream_context():
-                bucket.reduce(self.replica.transport, compressor)
-                if not bucket.mean_is_finite():
-                    name = next(n for n in layout.names if not bucket.part_of_mean(n).isfinite().all())
-                    raise NonFiniteError(f"change of parameter {name!r}: expected a finite mean, got an overflow")
+        def send(pair: Pair) -> None:
+            try:
+                message, block = pair[0].message(pair[1], transport)
+            except NonFiniteError:
+                self._check_finite(pair[0].layout.names)
+                raise
+            for step in range(1, transport.size):
+                transport.isend((transport.rank - step) % transport.size, block)
+            sent.append((pair, message, block))
 
-        self.replica.call(self._name, reduce)
+        def receive() -> None:
+            (bucket, compressor), message, block = sent.popleft()
+            blocks = [block if r == transport.rank else transport.recv(r) for r in range(transport.size)]
+            with bucket.layout.device.stream_context():
+                bucket.combine(compressor, message, blocks)
+                if self._outer.rate(bucket.params.values()) is None:
+                    bucket.form_mean()
+
+        def reduce(call: CollectiveCall) -> None:
+            if pairs[0][1].sends_at_once:
+                lengths = [bucket.layout.length for bucket, _ in pairs]
+                call.signature |= {"compressor": pairs[0][1].describe(), "lengths": lengths}
+                call.agree()
+            for bucket, compressor in pairs:
+                with bucket.layout.device.stream_context():
+                    take(bucket, compressor)
+                    if compressor.sends_at_once:
+                        send((bucket, compressor))
+                    else:
+                        bucket.reduce(transport, compressor)
+                        check_mean(bucket)
+                if len(sent) > UNDER_WAY:
+                    receive()
+            while sent:
+                receive()
+            transport.waitall()
+
+        self.replica.call(self._name, reduce, "gather" if pairs[0][1].sends_at_once else "")
 
     def _take(self) -> Round:
         """Wait for the oldest mean that is under way, and take it, on all ranks or on none. Collective."""
@@ -229,6 +282,10 @@ class Means(Window):
 
     def _move(self, bucket: Bucket, factor: float) -> None:
         """Move the shared parameters of a bucket by its mean."""
+        rate = self._outer.rate(bucket.params.values())
+        if rate is not None and bucket.add_mean(-factor * rate):
+            return
+        bucket.form_mean()
         self._outer.zero_grad()  # what an earlier failure has left
         bucket.assign_grads(bucket.new_grads(bucket.layout.names, factor))
         self._outer.step()
@@ -246,6 +303,13 @@ class Means(Window):
             else:
                 own.copy_(shared)
                 self._moved.discard(name)
+
+
+def check_mean(bucket: Bucket) -> None:
+    """Raise unless all means are finite."""
+    if not bucket.mean_is_finite():
+        name = next(n for n in bucket.layout.names if not bucket.part_of_mean(n).isfinite().all())
+        raise NonFiniteError(f"change of parameter {name!r}: expected a finite mean, got an overflow")
 
 
 def sum_weights(transport: Transport, weight: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +120,12 @@ class Mean:
     result: Future[tuple[Round, float]]
 
 
+class Outer(torch.optim.SGD):
+    """The optimizer of the shared parameters, unless the user gives another."""
+
+    momentum_of = "LocalOptimizer", "outer_momentum"
+
+
 class OuterOptimizers:
     """The optimizers that move the values of the last mean; each of their groups has the copies of its parameters."""
 
@@ -145,6 +151,16 @@ class OuterOptimizers:
         for own in self.optimizers:
             for copy in [t for t in own.state if id(t) not in copies]:
                 del own.state[copy]
+
+    def rate(self, copies: Iterable[torch.Tensor]) -> float | None:
+        """Return the learning rate if a step adds -rate * gradient to these copies, and has no other effect."""
+        wanted, rates = set(map(id, copies)), set()
+        for own in self.optimizers:
+            for group in own.param_groups:
+                if not wanted.isdisjoint(map(id, group["params"])):
+                    plain = type(own) is Outer and not (group["momentum"] or group["weight_decay"] or group["maximize"])
+                    rates.add(float(group["lr"]) if plain else None)
+        return rates.pop() if len(rates) == 1 else None
 
     def zero_grad(self) -> None:
         """Remove the gradients of all copies."""

@@ -19,7 +19,7 @@ from sparsecoll.formats import Buffer
 from sparsecoll.torch.tensors.layout import has_rows, takes_part
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.transport import LocalTransport, Transport, as_transport, check_timeout, launcher
-from sparsecoll.transport.all_ranks import allgather, disseminate
+from sparsecoll.transport.all_ranks import NEAR_RANKS, allgather, disseminate
 from sparsecoll.transport.call import CollectiveCall
 
 
@@ -240,7 +240,8 @@ class Row:
     def exchange(self, transport: Transport) -> Round:
         """Combine the rows of all ranks. Collective; called within a CollectiveCall.
 
-        Volume: 49 bytes and a bit for each of the marks of parameters and modules, in each of ceil(log2 P) messages.
+        Volume: 49 bytes and a bit for each of the marks of parameters and modules, in each of P - 1 messages at once,
+        or of ceil(log2 P) with more than NEAR_RANKS ranks.
 
         Raises:
             CommunicationError: ranks have taken other numbers of steps.
@@ -250,7 +251,7 @@ class Row:
         here = [steps, -steps, own, -own, above] if self._here else [LEAST] * 5
         head = np.array([*here, steps * size + above], np.int64)
         row = np.concatenate([head.view(np.uint8), self._flags, np.packbits(self._bits)])
-        row = disseminate(transport, row, _combine)
+        row = disseminate(transport, row, _combine, direct=size <= NEAR_RANKS)
         transport.waitall()
         most, least, checksum, other, root, furthest = row[: head.nbytes].view(np.int64).tolist()
         if most != LEAST and most != -least:
