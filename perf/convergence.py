@@ -76,10 +76,10 @@ DILOCO |= {
     "SparseLoCo as published": {"preset": "sparseloco", "compressor": SparseLoCo()},
 }
 AVERAGED = {"compressor": QSGD(4, feedback=True), "outer_lr": 1.0, "outer_momentum": 0.0}
-TWICE_THE_RATE = ", twice the rate"
+RATES = {", twice the rate": 2, ", 4 times the rate": 4, ", 8 times the rate": 8, ", 16 times the rate": 16}
 DILOCO |= {f"Muon, every {every}, 4 bits": {"every": every, **AVERAGED} for every in (4, 8)}
-DILOCO |= {f"Muon, every {every}, 4 bits{TWICE_THE_RATE}": {"every": every, **AVERAGED} for every in (8, 16)}
-MUON = ("dense, Muon", f"dense, Muon{TWICE_THE_RATE}", f"dense{TWICE_THE_RATE}")
+DILOCO |= {f"Muon, every {every}, 4 bits{rate}": {"every": every, **AVERAGED} for every in (8, 16) for rate in RATES}
+MUON = ("dense, Muon", *(f"dense{inner}{rate}" for inner in (", Muon", "") for rate in RATES))
 SPARSE = {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)} | {DROP_IN: {}}
 OTHERS = {
     "dense": lambda *_: "none",
@@ -124,7 +124,8 @@ def optimizers(task, line, model, comm, steps):
     if line in SPARSE:
         optimizer = SparseSGD(model.parameters(), lr, momentum, comm=comm, **SPARSE[line])
         return optimizer, optimizer
-    adam, rate = {"betas": (0.9, 0.95), "weight_decay": 0.1}, task.lr * (1 + line.endswith(TWICE_THE_RATE))
+    times = next((times for text, times in RATES.items() if line.endswith(text)), 1)
+    adam, rate = {"betas": (0.9, 0.95), "weight_decay": 0.1}, times * task.lr
     if line == ONE_BIT:
         optimizer = OneBitAdam(model.parameters(), task.lr, **adam, warm_up=round(0.15 * steps), comm=comm)
         return optimizer, optimizer

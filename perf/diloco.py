@@ -136,7 +136,7 @@ def main():
     torch.set_num_threads(1)  # hosts share processors
     layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(options.million)]
     rows = (measure(options, line, torch.nn.Sequential(*layers)) for line in options.lines)
-    harness.record(rows, options, dist.get_rank(), key=("line", "rate", "delay ms", "compute"))
+    harness.record(rows, options, dist.get_rank(), key=("line", "P", "rate", "delay ms", "compute"))
 
 
 if __name__ == "__main__":
