@@ -20,7 +20,8 @@ def params(*with_gradient):
 
 
 @pytest.mark.parametrize("P", RANKS)
-def test_all_ranks_learn_what_any_rank_has(P):
+@pytest.mark.parametrize("one_node", [False, True])
+def test_all_ranks_learn_what_any_rank_has(P, one_node):
     """Gradients, flags and changed buffers of the first, the middle and the last rank."""
 
     def program(comm):
@@ -30,13 +31,13 @@ def test_all_ranks_learn_what_any_rank_has(P):
         outcome = row.exchange(comm.transport)
         return outcome, sparsecoll.traffic(comm).total.messages_received
 
-    results = simulate(P, program).results
+    results = simulate(P, program, ranks_per_node=P if one_node else 1).results
     for outcome, messages in results:
         assert outcome.flags == CHANGED | SUSPECT and outcome.step == outcome.most == 4 and outcome.same_options
         assert outcome.used == outcome.dense == {"a", "c"} and not outcome.rows and outcome.trainable == set("abc")
         assert outcome.modules == [True, False] and outcome.root == outcome.furthest == 0
         assert not outcome.joined and not outcome.over
-        assert messages == (P - 1 if P <= NEAR_RANKS else (P - 1).bit_length())
+        assert messages == ((P - 1).bit_length() if one_node or P > NEAR_RANKS else P - 1)
 
 
 def test_messages_do_not_grow_with_the_number_of_ranks():

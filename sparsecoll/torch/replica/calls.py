@@ -240,8 +240,8 @@ class Row:
     def exchange(self, transport: Transport) -> Round:
         """Combine the rows of all ranks. Collective; called within a CollectiveCall.
 
-        Volume: 49 bytes and a bit for each of the marks of parameters and modules, in each of P - 1 messages at once,
-        or of ceil(log2 P) with more than NEAR_RANKS ranks.
+        Volume: 49 bytes and a bit for each of the marks of parameters and modules, in each of ceil(log2 P) messages; of
+        P - 1 at once for up to NEAR_RANKS ranks on several nodes.
 
         Raises:
             CommunicationError: ranks have taken other numbers of steps.
@@ -251,7 +251,7 @@ class Row:
         here = [steps, -steps, own, -own, above] if self._here else [LEAST] * 5
         head = np.array([*here, steps * size + above], np.int64)
         row = np.concatenate([head.view(np.uint8), self._flags, np.packbits(self._bits)])
-        row = disseminate(transport, row, _combine, direct=size <= NEAR_RANKS)
+        row = disseminate(transport, row, _combine, direct=size <= NEAR_RANKS and not transport.one_node)
         transport.waitall()
         most, least, checksum, other, root, furthest = row[: head.nbytes].view(np.int64).tolist()
         if most != LEAST and most != -least:
