@@ -79,6 +79,8 @@ AVERAGED = {"compressor": QSGD(4, feedback=True), "outer_lr": 1.0, "outer_moment
 RATES = {", twice the rate": 2, ", 4 times the rate": 4, ", 8 times the rate": 8, ", 16 times the rate": 16}
 DILOCO |= {f"Muon, every {every}, 4 bits": {"every": every, **AVERAGED} for every in (4, 8)}
 DILOCO |= {f"Muon, every {every}, 4 bits{rate}": {"every": every, **AVERAGED} for every in (8, 16) for rate in RATES}
+TWO_BITS = {**AVERAGED, "every": 5, "compressor": QSGD(2, feedback=True)}
+DILOCO["Muon, every 5, 2 bits, 8 times the rate"] = TWO_BITS
 MUON = ("dense, Muon", *(f"dense{inner}{rate}" for inner in (", Muon", "") for rate in RATES))
 SPARSE = {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)} | {DROP_IN: {}}
 OTHERS = {
