@@ -18,6 +18,7 @@ from sparsecoll.collectives.options import NOTHING, CallOptions
 from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.memory import empty
 from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import record, span
@@ -185,8 +186,11 @@ class Compressor(ABC):
         )
 
     def add_mean(self, values: Array, reduced: Any, scale: float) -> None:
-        """Add scale * the mean of what `combined` has returned, which is finite; of those that `sends_at_once`."""
-        raise NotImplementedError
+        """Add scale * the mean of what `combined` has returned to `values`."""
+        mean = empty(values.size, values.dtype, values)
+        self.update(mean, None, reduced)
+        mean *= scale
+        values += mean
 
     def reset(self) -> None:  # noqa: B027 - most keep nothing of the kind
         """Discard state that may differ between ranks after a call that failed."""

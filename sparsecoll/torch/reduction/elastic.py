@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
-from sparsecoll.torch.reduction.means import Means, Pair, check_mean
+from sparsecoll.torch.reduction.means import Means, Trial, check_mean
 from sparsecoll.torch.reduction.rounds import ElasticGroup, Missed
-from sparsecoll.torch.replica.calls import JOINED, LATE, Round, Row
+from sparsecoll.torch.replica.calls import JOINED, LATE, Round
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Named, are_equal
 from sparsecoll.transport.all_ranks import joined, separated
@@ -114,15 +112,8 @@ class ElasticMeans(Means):
     def _make_buckets(self, flags: int) -> None:
         self._buckets.make({name for name, p in self._params.items() if takes_part(p)})
 
-    def _form(
-        self,
-        number: int,
-        buckets: list[Pair],
-        row: Row,
-        weight: float,
-        failed: Exception | None,
-        take: Callable[[Bucket, Compressor], None],
-    ) -> tuple[Round, float]:
+    def _form(self, trial: Trial) -> tuple[Round, float]:
+        number, buckets, _, weight, failed, take = trial
         self.replica.context.step = number
         if failed is not None:
             raise failed

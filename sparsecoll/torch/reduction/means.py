@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,28 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future, in_background
 
 Pair = tuple[Bucket, Compressor]
+
+
+class Trial(NamedTuple):
+    """What a mean is formed of.
+
+    Attributes:
+        number: of the mean.
+        buckets: of its parameters.
+        row: this rank's message at the end.
+        weight: of this rank.
+        failed: what all ranks raise; None: nothing.
+        take: lets a bucket take the changes, unless it has.
+    """
+
+    number: int
+    buckets: list[Pair]
+    row: Row
+    weight: float
+    failed: Exception | None
+    take: Callable[[Bucket, Compressor], None]
+
+
 UNDER_WAY = 2  # buckets whose messages may be under way while the next ones are made
 
 
@@ -122,27 +144,15 @@ class Means(Window):
         except Exception as error:
             failed = error
 
-        form = partial(self._form, number, buckets, row, weight, failed, take)
+        form = partial(self._form, Trial(number, buckets, row, weight, failed, take))
         result = in_background(replica.transport, form) if delay else completed_future(form)
         due, steps = self._taken + delay, self.steps
         self._under_way.append(Mean(number, fragment, moved, buckets, flags, steps, due, delay > 0, result))
         self._number, self.steps = number + 1, 0
 
-    def _form(
-        self,
-        number: int,
-        buckets: list[Pair],
-        row: Row,
-        weight: float,
-        failed: Exception | None,
-        take: Callable[[Bucket, Compressor], None],
-    ) -> tuple[Round, float]:
-        """Form a mean on trial; return what the ranks have told each other, and a factor. Collective.
-
-        Args:
-            take: lets a bucket take the changes, unless it has.
-        """
-        replica = self.replica
+    def _form(self, trial: Trial) -> tuple[Round, float]:
+        """Form a mean on trial; return what the ranks have told each other, and a factor. Collective."""
+        replica, (number, buckets, row, weight, failed, take) = self.replica, trial
         replica.context.step = number
         for at_once, pairs in itertools.groupby(buckets if failed is None else (), lambda pair: pair[1].sends_at_once):
             for part in [list(pairs)] if at_once else [[pair] for pair in pairs]:
