@@ -13,7 +13,7 @@ from one_bucket import normal, one, step
 from sparsecoll import simulate
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels import host_kernels
-from sparsecoll.torch.compressors import ChunkedTopK, StepContext
+from sparsecoll.torch.compressors import ChunkedTopK, Compressor, StepContext
 from sparsecoll.torch.compressors.chunked import decode, encode
 from sparsecoll.torch.tensors.layout import Layout
 
@@ -52,6 +52,27 @@ def test_gathered_means_are_those_of_what_the_ranks_sent():
             entries[largest] = x[largest]
     assert np.array_equal(mean != 0, np.any(sent, axis=0))
     assert np.linalg.norm(mean - sum(sent) / 3) < 0.07 * np.linalg.norm(mean)
+
+
+@pytest.mark.parametrize("largest", [9.0, float(np.finfo(np.float32).max)])
+def test_a_mean_that_is_added_at_once_is_the_one_that_is_formed(largest):
+    """The largest value of float32 leaves it finite; beside it, all others are too small for a magnitude."""
+
+    def program(comm):
+        own = bound(comm, 5000, algo="allgather")
+        gradient, start = normal(2, 5000)
+        gradient[:2] = largest, -largest
+        message = own.compress(own.compensate(gradient))
+        reduced = own.communicate(comm.transport, message)
+        formed, added = start.copy(), start.copy()
+        Compressor.add_mean(own, formed, reduced, -0.4)
+        own.add_mean(added, reduced, -0.4)
+        return formed, added, start
+
+    for formed, added, start in simulate(3, program).results:
+        assert np.isfinite(added).all() and added[0] - start[0] < -0.1 * largest
+        assert np.count_nonzero(added != start) == (78 if largest < 10 else 2)
+        np.testing.assert_allclose(added, formed, rtol=1e-6, atol=1e-6)
 
 
 def test_decay_is_the_factor_of_the_residual():
