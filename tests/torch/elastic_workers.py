@@ -73,7 +73,7 @@ class Group(ElasticGroup):
 
     def _write(self, key, data):
         if key.startswith("state"):
-            self.may_die(100 if int(key.removeprefix("state/")) > 100 else 0, "while it writes a state")
+            self.may_die(100 if int(key.split("/")[1]) > 100 else 0, "while it writes a state")
         elif not key.startswith("own"):
             self.may_die(int(key.partition("/")[0]), "while it sends")
         super()._write(key, data)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from nets import batch, bits, close, loss_of, net, parameters  # noqa: E402
 
-from sparsecoll import simulate  # noqa: E402
+from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import ElasticGroup, LocalOptimizer  # noqa: E402
 
 OPTIONS = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "dense_below": 0}
@@ -222,8 +222,61 @@ def test_other_options_and_unsuited_compressors_are_refused():
         ValueError, match="compressor: expected 'none' or 'chunktopk' with an ElasticGroup, got 'powersgd'"
     ):
         made(store, net(), "b", compressor="powersgd")
+    with pytest.raises(ValueError, match="parameter 6: expected nothing, as the other workers have"):
+        made(store, torch.nn.Sequential(*net(), torch.nn.Linear(3, 3).double()), "b")
     with pytest.raises(TypeError, match=r"store: expected one of torch\.distributed"):
         ElasticGroup({})
+
+
+def test_a_first_worker_that_dies_before_its_state_is_replaced(monkeypatch):
+    store, publish, begun = dist.HashStore(), ElasticGroup.publish, threading.Event()
+
+    def dies(group, *given):
+        raise Killed
+
+    def waits(group, number, state, size):
+        def late():
+            begun.wait(60)
+            return state()
+
+        publish(group, number, late, size)
+
+    monkeypatch.setattr(ElasticGroup, "publish", dies)
+    with pytest.raises(Killed):
+        made(store, net(), "a", deadline=0.5)
+    monkeypatch.setattr(ElasticGroup, "publish", waits)  # the next one is too slow
+    failed = []
+
+    def begins_late():
+        with pytest.raises(CommunicationError) as caught:
+            made(store, net(), "b", deadline=0.5)
+        failed.append(str(caught.value))
+
+    slow = threading.Thread(target=begins_late)
+    slow.start()
+    while store.get("first") != b"b":
+        time.sleep(0.01)
+    monkeypatch.setattr(ElasticGroup, "publish", publish)
+    models = [net(), net()]
+    optimizers = [made(store, model, name, deadline=0.5) for model, name in zip(models, "cd", strict=True)]
+    begun.set()
+    slow.join(60)
+    assert "c has begun in place of b" in failed[0]
+    together(*(lambda rank=rank: train(rank, optimizers[rank], models[rank], 8) for rank in range(2)))
+    assert bits(models[0]) == bits(models[1])
+
+
+def test_a_state_with_residuals_of_small_parameters_is_taken():
+    def loop(store, below, steps, state=None):
+        model = net()
+        optimizer = made(store, model, "a", compressor="chunktopk", dense_below=below)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        train(0, optimizer, model, steps)
+        return optimizer.state_dict()
+
+    saved = loop(dist.HashStore(), 0, 8)
+    assert "residual" in loop(dist.HashStore(), 1024, 8, saved)["sparsecoll"]["tensors"]
 
 
 class Killed(Exception):

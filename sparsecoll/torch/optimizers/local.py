@@ -155,7 +155,7 @@ class LocalOptimizer(Wrapper):
             call.signature |= {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
             call.signature |= {"outer": [str(own) for own in outers], "fragments": pace.fragments, "delay": delay}
             call.signature |= {"alpha": alpha, "weight": "none" if weight is None else "given"}
-            call.signature |= {"parts": [pace.known.get(id(p), -1) for p in params.values()]}
+            call.signature["fragments of"] = {n: pace.known[id(p)] for n, p in params.items() if id(p) in pace.known}
             call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
             call.signature |= {**own.signature(), **describe(others, "other parameter")}
             call.agree(entries=0)
@@ -197,7 +197,8 @@ class LocalOptimizer(Wrapper):
             return self.optimizer.step()
         if is_called_by_scaler(self):
             forget(self)
-            raise RuntimeError("LocalOptimizer takes no GradScaler, which skips steps on single ranks: use bfloat16")
+            kind = type(self).__name__
+            raise RuntimeError(f"{kind} takes no GradScaler, which skips steps on single ranks: use bfloat16")
         due = not (self._held or self._closed) and self._is_due()
         with self._engine.replica.agreed() if due else contextlib.nullcontext():
             if not self._closed:

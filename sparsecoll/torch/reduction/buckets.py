@@ -147,11 +147,10 @@ class Buckets:
             return as_compressor(own)
         waits = self._parked.get("residual", {}).keys()  # of rows, or from when `dense_below` was another one
         small = own.for_small()
-        return (
-            TopKCompressor(1.0, "dense")
-            if small == "none" and not waits.isdisjoint(layout.names)
-            else as_compressor(small)
-        )
+        if small != "none" or waits.isdisjoint(layout.names):
+            return as_compressor(small)
+        alone = own.stands_alone and self._replica.transport.size == 1  # as in an ElasticGroup
+        return as_compressor(own) if alone else TopKCompressor(1.0, "dense")
 
     def release(self, start: int = 0) -> None:
         """Discard the buckets from number `start` on; their parameters keep their state, and that before this step."""

@@ -152,15 +152,22 @@ class ElasticGroup:
         """
         theirs = self._store.compare_set("signature", "", signature).decode()
         if theirs != signature:
-            pairs = zip(json.loads(theirs).items(), json.loads(signature).items(), strict=False)
-            (key, other), (_, own) = next(pair for pair in pairs if pair[0] != pair[1])
+            others, own = json.loads(theirs), json.loads(signature)
+            key = next(key for key in {**others, **own} if others.get(key) != own.get(key))
+            other, own = (options.get(key, "nothing") for options in (others, own))
             raise ValueError(f"{key}: expected {other}, as the other workers have, got {own}")
         if self._store.check([f"left/{self.name}"]):
             self._store.delete_key(f"left/{self.name}")
-        if self._store.compare_set("first", "", self.name).decode() == self.name:
-            self.mark(-1)
-            return None
-        return self.newest()
+        first = self._store.compare_set("first", "", self.name).decode()
+        if first != self.name:
+            try:
+                return self.newest()
+            except CommunicationError:  # the first worker has died before its state was there: one takes its place
+                here = self._get("state") is not None
+                if here or self._store.compare_set("first", first, self.name).decode() != self.name:
+                    return self.newest()
+        self.mark(-1)
+        return None
 
     def newest(self) -> bytes:
         """Return the newest state in the store, and set `number`; the rounds since are still in the store."""
@@ -169,11 +176,15 @@ class ElasticGroup:
             with contextlib.suppress(RuntimeError, Missed):  # it was replaced meanwhile
                 self._store.wait(["state"], datetime.timedelta(seconds=self.deadline))
                 self.number = int(self._store.get("state"))
-                state = self._read(f"state/{self.number}")
+                state = self._read(self._state(self.number))
                 self.mark(self.number - 1)
                 return state.tobytes()
             if time.monotonic() > ends:
                 raise CommunicationError(f"store: expected the state of the others within {self.deadline} s, got none")
+
+    def _state(self, number: int, first: str = "") -> str:
+        """Return the key of a state; that of round 0 has the name of its worker, the first one."""
+        return f"state/{number}" if number else f"state/0/{first or (self._get('first') or b'').decode()}"
 
     def publish(self, number: int, state: Callable[[], bytes], size: int) -> None:
         """After round `number` - 1: let one worker write a new state, if the rounds since the last one are larger."""
@@ -184,11 +195,16 @@ class ElasticGroup:
             return
         before = int(self._store.get("state")) if number else 0
         kept = int(self._store.get("kept")) if number else 0
-        self._write(f"state/{number}", state())
+        self._write(self._state(number, self.name), state())
+        if number == 0 and (first := (self._get("first") or b"").decode()) != self.name:
+            raise CommunicationError(
+                f"store: expected the first state within {self.deadline} s, got it later: {first} has begun in place"
+                f" of {self.name}, which may join with a new optimizer"
+            )
         self._store.set("kept", str(before))  # a state, and the rounds since, stay while the next one is the newest
         self._store.set("state", str(number))
         for old in range(kept, before):
-            self._delete(f"state/{old}")
+            self._delete(self._state(old))
             for place in self._present(old):
                 self._delete(f"{old}/message/{place}")
                 self._store.delete_key(f"{old}/name/{place}")
