@@ -7,7 +7,8 @@ torch = pytest.importorskip("torch")
 
 import sparsecoll  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, HookState, comm_hook  # noqa: E402
+from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 from sparsecoll.torch.reduction.steps import Gradients, State  # noqa: E402
 
 OF_DISTRIBUTED_OPTIMIZER = """
@@ -115,3 +116,36 @@ def test_loops_take_all_of_these_transitions_and_no_others(P, monkeypatch):
     results = simulate(P, loops).results
     assert all(np.array_equal(result, results[0]) for result in results)
     assert seen == {pair.strip() for pair in OF_DISTRIBUTED_OPTIMIZER.split(",")}
+
+
+def test_a_step_that_raises_leaves_the_update_to_the_loop(tmp_path):
+    def residual_after(fails):
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
+        state = HookState(torch.distributed.group.WORLD, TopKCompressor(0.1), model)
+        model.register_comm_hook(state, comm_hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.randn(8, 64)).square().mean().backward()
+        if fails:
+
+            def out_of_memory(*_):
+                raise MemoryError
+
+            handle = optimizer.register_step_pre_hook(out_of_memory)
+            with pytest.raises(MemoryError):
+                optimizer.step()
+            handle.remove()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.1 * p.grad)
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()  # decides what becomes of the residual
+        optimizer.step()
+        (residual,) = state.state_dict()["tensors"]["residual"].values()
+        return residual.clone()
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert torch.equal(residual_after(True), residual_after(False))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -171,6 +171,20 @@ def test_is_trial_step():
     assert seen == [True, False]
 
 
+def test_is_stepping():
+    seen = []
+
+    def closure():
+        seen.append((private.is_stepping(optimizer), private.is_stepping(other)))
+        raise ValueError
+
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    optimizer, other = torch.optim.SGD(parameters, 0.1), torch.optim.SGD(parameters, 0.1)
+    with pytest.raises(ValueError):
+        optimizer.step(closure)
+    assert seen == [(True, False)] and not private.is_stepping(optimizer)
+
+
 def test_is_called_by_scaler():
     class Asking(torch.optim.SGD):
         _step_supports_amp_scaling = True

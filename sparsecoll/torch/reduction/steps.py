@@ -29,7 +29,7 @@ from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.replica.guards import warn_of_adam, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.model import Named, own_part
-from sparsecoll.torch.tensors.private import indices_of, is_trial_step, values_of, version
+from sparsecoll.torch.tensors.private import indices_of, is_stepping, is_trial_step, values_of, version
 
 
 class State(Enum):
@@ -135,6 +135,8 @@ class Steps:
     @property
     def stepping(self) -> bool:
         """Whether an optimizer is stepping."""
+        if isinstance(self._inside, torch.optim.Optimizer) and not is_stepping(self._inside):
+            self._inside = None  # its step has raised
         return self._inside is not None
 
     def updated(self) -> bool:
@@ -213,7 +215,7 @@ class Steps:
         Args:
             evaluates: whether it may reduce gradients meanwhile.
         """
-        if self._inside is not None and self._inside is not optimizer:
+        if self.stepping and self._inside is not optimizer:
             return  # an optimizer that steps another one
         self._inside = None
         self._entered = (evaluates or self._by_hand) and self.updated()
@@ -229,7 +231,7 @@ class Steps:
         self._inside = optimizer
 
     def leave(self, optimizer: Any) -> None:
-        """Called when an optimizer has stepped, or failed to."""
+        """Called when an optimizer has stepped."""
         if self._inside is optimizer:
             self._inside = None
 

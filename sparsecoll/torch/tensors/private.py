@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 CHECKPOINT = "torch.distributed.checkpoint.state_dict"  # torch's module of get_state_dict and set_state_dict
+OPTIMIZER = "torch.optim.optimizer"  # torch's module of what calls step() between hooks
 
 # -- tensors
 
@@ -178,6 +181,17 @@ def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:
         if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == CHECKPOINT:
             return True
         frame = frame.f_back
+    return False
+
+
+def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether any thread is in step() of an optimizer: torch calls no hook after a step that raises."""
+    for frame in sys._current_frames().values():
+        walked: FrameType | None = frame
+        while walked is not None:
+            if walked.f_globals.get("__name__") == OPTIMIZER and walked.f_locals.get("self") is optimizer:
+                return True
+            walked = walked.f_back
     return False
 
 
