@@ -70,7 +70,7 @@ def torchrun_group() -> Iterator[Any]:
     if dist.is_initialized():
         yield dist.group.WORLD
         return
-    dist.init_process_group("gloo")
+    _join_torchrun("gloo")
     try:
         yield dist.group.WORLD
     finally:
@@ -83,7 +83,10 @@ def _join_torchrun(backend: str, **options: Any) -> None:
     torchrun may keep its store when it restarts the job (PyTorch 2.13 does), and then gloo finds the addresses of
     processes that have ended. So each start of the job gets a part of the store of its own, whose name rank 0 draws.
     """
-    store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[no-untyped-call, attr-defined]
+    limit = {name: value for name, value in options.items() if name == "timeout" and value is not None}
+    store, rank, size = next(iter(dist.rendezvous("env://", **limit)))  # type: ignore[no-untyped-call, attr-defined]
+    if limit:
+        store.set_timeout(options["timeout"])
     part = _name_of_start(store, rank, size)
     dist.init_process_group(
         backend, store=PrefixStore(f"sparsecoll/{part}", store), rank=rank, world_size=size, **options
@@ -95,6 +98,9 @@ def _name_of_start(store: Any, rank: int, size: int) -> str:
 
     Every other rank asks with a random number, rank 0 answers what it finds, questions of processes that have ended
     included, until each rank has confirmed its answer.
+
+    Raises:
+        DistStoreError: A rank has not asked within the store's timeout.
     """
     own = secrets.token_hex(8)
     if rank > 0:
@@ -102,8 +108,13 @@ def _name_of_start(store: Any, rank: int, size: int) -> str:
         name: str = store.get(f"sparsecoll/answer/{own}").decode()
         store.set(f"sparsecoll/confirmed/{own}/{name}", "")
         return name
-    waiting = set(range(1, size))
+    waiting, ends = set(range(1, size)), time.monotonic() + store.timeout.total_seconds()
     while waiting:
+        if time.monotonic() > ends:
+            raise dist.DistStoreError(
+                f"init_process_group: expected all {size} ranks of torchrun within {store.timeout}, got no word of"
+                f" {sorted(waiting)}: call it on all ranks"
+            )
         for other in list(waiting):
             if store.check([f"sparsecoll/question/{other}"]):
                 question = store.get(f"sparsecoll/question/{other}").decode()

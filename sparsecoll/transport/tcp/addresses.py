@@ -44,11 +44,12 @@ def listen_locally(backlog: int) -> tuple[socket.socket | None, str]:
     if not sys.platform.startswith("linux"):
         return None, ""
     name = f"sparsecoll-{secrets.token_hex(16)}"
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         server.bind(f"\0{name}")
         server.listen(backlog)
     except OSError:  # forbidden to this process
+        server.close()
         return None, ""
     return server, name
 
