@@ -191,10 +191,9 @@ def _ranks(comm: Any) -> Iterator[Finding]:
 
 
 def _cores(comm: Any) -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = _ranks_here(comm)
     advice = "ranks share cores and wait for each other: start fewer ranks per node"
-    found = f"{cores} for this rank; ranks on the fullest node: {here}"
+    found = f"{threads.cores()} for this rank; ranks on the fullest node: {here}"
     yield _judged("cores", found, here <= (os.cpu_count() or 1), advice)
 
 
@@ -265,6 +264,7 @@ VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; ""
     "SPARSECOLL_THREADS": _threads,
     "SPARSECOLL_ON_TIMEOUT": _one_of("raise", "abort"),
     "SPARSECOLL_GPU_DIRECT": _one_of("0", "1"),
+    "SPARSECOLL_DENSE": _one_of("exact", "int8", "int4"),
     "SPARSECOLL_SECRET": lambda value: "" if len(value.encode()) >= 16 else "expected at least 16 bytes",
 }
 

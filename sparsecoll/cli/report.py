@@ -65,11 +65,14 @@ def _dense_sums(row: Row) -> list[tuple[Any, ...]]:
 def save(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file atomically: a reader sees the old content or the new one. Its mode, and a link to it, stay."""
     path = Path(os.path.realpath(path))
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    if path.exists():
-        shutil.copymode(path, part)
-    os.replace(part, path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        if path.exists():
+            shutil.copymode(path, part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def check_writable(*paths: Path | None) -> None:

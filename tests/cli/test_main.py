@@ -343,4 +343,6 @@ def test_a_file_of_rows_keeps_its_mode_and_a_link_to_it(tmp_path):
     link.symlink_to("rows.json")
     save(link, {"rows": [1]})
     assert json.loads(file.read_text()) == {"rows": [1]} and link.is_symlink()
+    with pytest.raises(TypeError):
+        save(link, {"rows": [object()]})
     assert file.stat().st_mode & 0o777 == 0o604 and len(list(tmp_path.iterdir())) == 2
