@@ -185,6 +185,16 @@ def test_is_stepping():
     assert seen == [(True, False)] and not private.is_stepping(optimizer)
 
 
+def test_first_post_hook():
+    optimizer, called = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), []
+    optimizer.register_step_post_hook(lambda *_: called.append("own"))
+    handle = private.first_post_hook(optimizer, lambda *_: called.append("first"))
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert called == ["first", "own", "own"]
+
+
 def test_is_called_by_scaler():
     class Asking(torch.optim.SGD):
         _step_supports_amp_scaling = True

@@ -13,6 +13,7 @@ from nets import batch, bits, loss_of, net, train  # noqa: E402
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, SparseSGD  # noqa: E402
 from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
+from sparsecoll.torch.tensors.model import are_equal  # noqa: E402
 
 
 def wrapped(model, comm, compressor="none", **options):
@@ -312,3 +313,31 @@ def test_ranks_that_have_left_join_are_not_compared(make):
         return bits(model)
 
     assert len(set(simulate(3, program).results)) == 1
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_tensors_at_any_offset_are_compared(count):
+    """Words of 8 bytes would begin at an odd value of 4."""
+    values = torch.linspace(0, 1, count + 3)
+    for a, b in ((0, 1), (1, 0), (1, 1), (0, 2)):
+        first, second = values[a : a + count], values.clone()[b : b + count].copy_(values[a : a + count])
+        assert are_equal(first, second)
+        second[-1] += 1
+        assert not are_equal(first, second)
+
+    def program(comm):
+        odd = net(dtype=torch.float32)
+        odd.register_buffer("sigmas", torch.linspace(0, 1, 9)[1:])
+        flat = torch.cat([torch.zeros(1), *(p.detach().flatten() for p in odd.parameters())])
+        start = 1
+        for p in odd.parameters():
+            p.data, start = flat[start : start + p.numel()].view_as(p), start + p.numel()
+        optimizer = local(odd, comm)
+        for step in range(9):
+            optimizer.zero_grad()
+            loss_of(odd, batch(comm.rank, step, torch.float32)).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return bits(odd)
+
+    assert len(set(simulate(2, program).results)) == 1

@@ -346,3 +346,54 @@ def test_the_tutorials_net_becomes_as_good_as_with_dense_sums(ranks):
         return np.median([simulate(ranks, lambda comm, s=seed: program(comm, s, algo)).results[0] for seed in range(5)])
 
     assert median(None) > median("dense") - 1
+
+
+@pytest.mark.parametrize("made", [sparse_sgd, distributed])
+def test_a_closure_and_hooks_see_the_optimizers_own_groups(made):
+    def program(comm, has_closure=False):
+        model, rates = net(seed=0), []
+        optimizer = made(model, comm, (None, 0.8), momentum=0.9)
+        wrapped = getattr(optimizer, "optimizer", optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(wrapped, 1, 0.5)
+
+        def after(*_):
+            rates.append((wrapped.param_groups[0]["lr"], wrapped.param_groups[1]["momentum"]))
+            schedule.step()
+
+        wrapped.register_step_post_hook(after)
+        for step in range(5):
+
+            def evaluate(step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch(comm.rank, step))
+                loss.backward()
+                return loss
+
+            if has_closure:
+                optimizer.step(evaluate)
+            else:
+                evaluate()
+                optimizer.step()
+        assert rates == [(0.2 * 0.5**step, 0.8) for step in range(5)] and len(wrapped.param_groups) == 2
+        return bits(model)
+
+    assert simulate(3, partial(program, has_closure=True)).results == simulate(3, program).results
+
+
+def test_what_an_optimizer_counts_in_its_groups_stays():
+    class Counts(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+
+    def program(comm):
+        model = net()
+        optimizer = DistributedOptimizer(Counts(model.parameters(), 0.1, momentum=0.9), model, comm)
+        for step in range(3):
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+        (group,) = optimizer.param_groups
+        assert (group["count"], group["lr"], group["momentum"]) == (3, 0.1, 0.9)
+
+    simulate(2, program)

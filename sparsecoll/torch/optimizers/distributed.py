@@ -12,12 +12,7 @@ import torch
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compressor
-from sparsecoll.torch.optimizers.sgd_rules import (
-    check_momentum,
-    compressor_for,
-    tell,
-    without_momentum,
-)
+from sparsecoll.torch.optimizers.sgd_rules import WithoutMomentum, check_momentum, compressor_for, tell
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import LOCAL, STATE
@@ -324,7 +319,7 @@ class DistributedOptimizer(Wrapper):
             RuntimeError: There is a closure, and a rank has left `join`, which takes no part in the mean of the losses.
         """
         if is_trial_step(self):
-            with self._without_momentum():
+            with self._without_momentum() or contextlib.nullcontext():
                 return self._engine.trial_step()
         if self._skips(closure):
             return None  # as a GradScaler does
@@ -350,17 +345,20 @@ class DistributedOptimizer(Wrapper):
             self._engine.before_step()
         return False
 
-    def _without_momentum(self) -> AbstractContextManager[None]:
-        """Context manager in which the wrapped optimizer leaves momentum to the compressor, if that has it."""
+    def _without_momentum(self) -> WithoutMomentum | None:
+        """Return by what the wrapped optimizer leaves momentum to the compressor, if that has it."""
         if not self._keeps_momentum or self._engine.closed:
-            return contextlib.nullcontext()
+            return None
         replica = self._engine.replica
-        return without_momentum(self.optimizer, replica.context.step + 1, replica.sparse_weights)
+        return WithoutMomentum(self.optimizer, replica.context.step + 1, replica.sparse_weights)
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         try:
-            with self._engine.stepping(evaluates=closure is not None), self._without_momentum():
-                result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            with self._engine.stepping(evaluates=closure is not None):
+                if without := self._without_momentum():
+                    result = without.step(closure)
+                else:
+                    result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         except Exception as error:
             if not getattr(error, "on_all_ranks", False):
                 self._engine.failed_step(error)

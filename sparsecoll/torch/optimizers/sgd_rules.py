@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
 import numbers
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from sparsecoll.torch.compressors.topk import TopKCompressor, shorter
 from sparsecoll.torch.reduction.accumulator import SparseSum
 from sparsecoll.torch.tensors.layout import CPU, CpuDevice, Layout, device_of, residual_dtype, rows_like
 from sparsecoll.torch.tensors.model import check_whole
+from sparsecoll.torch.tensors.private import first_post_hook
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Rule(SgdRule):
         names = ("lr", "weight_decay", "momentum", "dampening")
         lr, decay, momentum, dampening = (float(group[name]) for name in names)
         share = (-1 if group["maximize"] else 1) / ranks
-        return cls(lr, share, decay, momentum, 1 - dampening, bool(group["nesterov"]))
+        return cls(lr, share, decay, momentum, 1 - dampening if momentum else 1.0, bool(group["nesterov"]))
 
     def without_momentum(self, steps: int) -> Rule:
         """Return the options of a step on gradients that have had a shorter momentum before their compression.
@@ -153,22 +153,66 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
             raise ValueError(f"momentum: expected in [0, 1), got {group['momentum']}")
 
 
-@contextlib.contextmanager
-def without_momentum(optimizer: torch.optim.Optimizer, steps: int, tables: Collection[int]) -> Iterator[None]:
-    """Context manager: an optimizer steps by `Rule.without_momentum`, except on the parameters `tables`, by id."""
+class WithoutMomentum:
+    """Groups by which an optimizer steps by `Rule.without_momentum`, except on the parameters `tables`, by id.
 
-    def split(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        rule = Rule.of(group, 1).without_momentum(steps)
+    They take the place of its own groups for its update alone: closures and hooks see the latter, and what its update
+    changes in a group is changed there.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int, tables: Collection[int]) -> None:
+        self._optimizer, self._steps, self._tables = optimizer, steps, tables
+        self._groups: list[dict[str, Any]] | None = None  # the optimizer's own, while others are in their place
+        self._pairs: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []  # as made, as used, own one
+
+    def __enter__(self) -> None:
+        self.replace()
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def replace(self, *_: Any) -> None:
+        """Replace the groups, unless they are replaced."""
+        if self._groups is not None:
+            return
+        self._groups = self._optimizer.param_groups
+        self._pairs = [(part, dict(part), own) for own in self._groups for part in self._split(own) if part["params"]]
+        self._optimizer.param_groups = [used for _, used, _ in self._pairs]
+
+    def restore(self, *_: Any) -> None:
+        """Restore the groups, with what was changed meanwhile."""
+        if self._groups is None:
+            return
+        self._optimizer.param_groups, self._groups = self._groups, None
+        for made, used, own in self._pairs:
+            own.update({key: value for key, value in used.items() if value is not made.get(key, made)})
+
+    def _split(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        rule = Rule.of(group, 1).without_momentum(self._steps)
         own = {"lr": rule.lr, "weight_decay": rule.decay, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
-        yield {**group, **own, "params": [p for p in group["params"] if id(p) not in tables]}
-        yield {**group, "params": [p for p in group["params"] if id(p) in tables]}
+        yield {**group, **own, "params": [p for p in group["params"] if id(p) not in self._tables]}
+        yield {**group, "params": [p for p in group["params"] if id(p) in self._tables]}
 
-    groups = optimizer.param_groups
-    optimizer.param_groups = [part for group in groups for part in split(group) if part["params"]]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Call the optimizer's step."""
+
+        def evaluated() -> Any:
+            assert closure is not None
+            self.restore()
+            loss = closure()
+            self.replace()
+            return loss
+
+        hooks = [first_post_hook(self._optimizer, self.restore)]
+        try:
+            if closure is not None:
+                return self._optimizer.step(evaluated)
+            hooks.append(self._optimizer.register_step_pre_hook(self.replace))  # after those of the user
+            return self._optimizer.step()
+        finally:
+            self.restore()
+            for hook in hooks:
+                hook.remove()
 
 
 def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: TopKCompressor) -> None:

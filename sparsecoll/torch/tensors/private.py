@@ -195,6 +195,13 @@ def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
+def first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:
+    """Register a hook after steps before all others of an optimizer, in place of `register_step_post_hook`'s order."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
+
+
 # -- GradScaler
 
 
