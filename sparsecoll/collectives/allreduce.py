@@ -168,6 +168,7 @@ def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, re
     else:
         vector, back = options.as_rows(x, algo, return_reduction) or convert.to_vector(x)
         shape = tuple(getattr(x, "shape", ()))
+    given, (vector, back) = vector, options.widened(vector, back)
     algorithm = as_algorithm(algo, vector.width > 0)
     arguments = arguments_of(call, vector, algorithm, options, shape)
     options = arguments.options
@@ -175,9 +176,10 @@ def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, re
         raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
     reduction = _reduce(call, vector, algorithm, arguments, arguments.k)
     if not return_reduction:
-        return returned(algorithm, reduction.value, x, vector, back, transport, options)
-    value = result_of(reduction.value, vector, transport, options)
-    scaled = Reduction(value, reduction.contributed.to_sparse()._copy_if_overlapping(vector))
+        return returned(algorithm, reduction.value, x, vector, back, transport, options, given.dtype)
+    value = result_of(reduction.value, vector, transport, options).astype(given.dtype)
+    contributed = reduction.contributed.to_sparse()._copy_if_overlapping(vector).astype(given.dtype)
+    scaled = Reduction(value, contributed)
     scaled.traffic = transport.traffic.since(before)
     return scaled
 
@@ -317,13 +319,20 @@ def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Redu
 
 
 def returned(
-    algorithm: Algorithm, y: Vector, x: Any, given: Vector, back: Back, transport: Transport, options: CallOptions
+    algorithm: Algorithm,
+    y: Vector,
+    x: Any,
+    given: Vector,
+    back: Back,
+    transport: Transport,
+    options: CallOptions,
+    dtype: np.dtype[Any],
 ) -> Any:
     """Return a result as the caller gets it: of the type of x; for a dense x as the algorithm says."""
     if algorithm.returns_dense and isinstance(given, DenseVector) and isinstance(y, DenseVector):
         if options.operation.name == "mean":
             np.divide(y.values, transport.size, out=y.values)
-        return convert.to_array(x)(y)
+        return convert.to_array(x)(y if y.dtype == dtype else y.astype(dtype))
     result = result_of(y, given, transport, options)
     return result if given is x else back(result)
 

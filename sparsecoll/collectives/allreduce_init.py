@@ -111,8 +111,9 @@ class Plan(Generic[R]):
 
     def __init__(self, call: CollectiveCall, x: Any, algo: str | Algorithm, options: CallOptions) -> None:
         self._transport, self._options = call.transport, options
-        vector, _ = _to_vector(x)
+        vector, back = _to_vector(x)
         self._kind = _kind_of(x, vector)
+        vector, _ = options.widened(vector, back)
         self._selecting = as_algorithm(algo)
         self._selecting.sync_epoch(call.transport.epoch)
         self._arguments = arguments_of(call, vector, self._selecting, options, tuple(getattr(x, "shape", ())))
@@ -168,6 +169,7 @@ class Plan(Generic[R]):
         call.signature = self._arguments.signature
         vector, back = _to_vector(x)
         kind = _kind_of(x, vector)
+        given, (vector, back) = vector, options.widened(vector, back)
         if kind != self._kind:
             raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
         for one in (self._selecting, algorithm):
@@ -177,4 +179,4 @@ class Plan(Generic[R]):
         call.agree(check=options.check, checksum=self._arguments.checksum)
         value = run(algorithm, self._channel, entries, self._size).value
         call.leaves(algorithm.replicated_state())
-        return returned(algorithm, value, x, vector, back, transport, options)  # type: ignore[no-any-return]
+        return returned(algorithm, value, x, vector, back, transport, options, given.dtype)  # type: ignore[no-any-return]

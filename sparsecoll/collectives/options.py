@@ -205,7 +205,7 @@ class CallOptions:
             sums: whether the collective sends partial sums and first selects the top k of x.
             converted: x as a vector or rows, and the Back of results; None, the default, for `convert.to_vector(x)`.
         """
-        vector, back = converted or convert.to_vector(x)
+        vector, back = self.widened(*(converted or convert.to_vector(x)))
         self.check_operation(vector)
         self.check_dtype(vector.dtype, "partial sums" if sums and not vector.width else None)
         k = self.resolve_k(vector.length)
@@ -233,6 +233,12 @@ class CallOptions:
             return x
         values = self.operation.prepared(x.values, transport.rank == transport.size - 1)
         return x if values is x.values else x.with_values(values)  # type: ignore[return-value]
+
+    def widened(self, x: V, back: Back) -> tuple[V, Back]:
+        """Return x, and what converts results: means of float16 are formed in float32, which sums do not exceed."""
+        if self.operation.name != "mean" or x.dtype != np.float16:
+            return x, back
+        return x.astype(np.float32), lambda y: back(y.astype(np.float16))  # type: ignore[return-value]
 
     def result(self, y: S, transport: Transport) -> S:
         """Return the result of `op` for combined entries: a mean is divided by the number of ranks."""

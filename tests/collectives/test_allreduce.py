@@ -342,3 +342,35 @@ class WithoutOptions(Returning):
 def test_a_subclass_without_options_needs_no_decorator():
     results = simulate(2, lambda comm: sparsecoll.allreduce(comm, GOOD, WithoutOptions()).values.tolist()).results
     assert results == [(2 * GOOD.values).tolist()] * 2
+
+
+@pytest.mark.parametrize("value", [60000.0, 683.0])
+@pytest.mark.parametrize(
+    "algo", ["auto", "allgather", "dense", "sparcml", "densestream", "oktopk", "gtopk", "hierarchical"]
+)
+def test_a_mean_of_float16_is_rounded_once(algo, value):
+    """Its sum may exceed the largest float16, 65504, or have more digits."""
+
+    def program(comm):
+        x = sparsecoll.SparseVector([2, 30, 70], np.full(3, value, np.float16), 90)
+        whole = sparsecoll.allreduce(comm, x, algo, k=3, op="mean", return_reduction=True)
+        made = [whole.value, sparsecoll.allreduce(comm, x, algo, k=3, op="mean")]
+        plan = sparsecoll.allreduce_init(comm, x, algo, k=3, op="mean")
+        made += [plan(x), plan.start(x).wait()]
+        if algo == "auto":
+            part = sparsecoll.reduce_scatter(comm, x, op="mean")
+            assert part.dtype == np.float16 and (part.values == value).all()
+            root = sparsecoll.reduce(comm, x, 1, op="mean")
+            made += [x if root is None else root]
+            rows = sparsecoll.RowSparse([4], np.full((1, 2), value, np.float16), 9)
+            mean = sparsecoll.allreduce(comm, rows, op="mean")
+            assert mean.dtype == np.float16 and (mean.values == value).all()
+        if algo == "dense":
+            made.append(sparsecoll.allreduce(comm, x.to_dense(), algo, op="mean"))
+        for y in made:
+            assert y.dtype == np.float16
+            assert np.array_equal(np.asarray(y.to_dense() if hasattr(y, "to_dense") else y), x.to_dense())
+        assert whole.contributed.dtype == np.float16 and np.array_equal(whole.contributed.to_dense(), x.to_dense())
+
+    for P in (3, 5):
+        simulate(P, program)
