@@ -16,7 +16,7 @@ from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, digest
 from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.algorithms.primitives.balance import balanced
 from sparsecoll.algorithms.primitives.global_topk import global_topk
-from sparsecoll.errors import NonFiniteError, check_choice
+from sparsecoll.errors import NonFiniteError, check_choice, check_integer
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.all_ranks import allgather, sums_and_maxima
 from sparsecoll.transport.channel import Channel, VectorRequest
@@ -91,8 +91,7 @@ class OkTopk(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("tau", "tau_prime", "bucket"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            check_integer(name, getattr(self, name), 1)
         check_choice("repartition", self.repartition, partition.METHODS)
         if not self.balance_factor >= 1 or not self.tolerance >= 0:
             raise ValueError(

@@ -169,6 +169,7 @@ def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, re
         vector, back = options.as_rows(x, algo, return_reduction) or convert.to_vector(x)
         shape = tuple(getattr(x, "shape", ()))
     given, (vector, back) = vector, options.widened(vector, back)
+    dtype = None if given is vector else given.dtype
     algorithm = as_algorithm(algo, vector.width > 0)
     arguments = arguments_of(call, vector, algorithm, options, shape)
     options = arguments.options
@@ -176,10 +177,12 @@ def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, re
         raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
     reduction = _reduce(call, vector, algorithm, arguments, arguments.k)
     if not return_reduction:
-        return returned(algorithm, reduction.value, x, vector, back, transport, options, given.dtype)
-    value = result_of(reduction.value, vector, transport, options).astype(given.dtype)
-    contributed = reduction.contributed.to_sparse()._copy_if_overlapping(vector).astype(given.dtype)
-    scaled = Reduction(value, contributed)
+        return returned(algorithm, reduction.value, x, vector, back, transport, options, dtype)
+    value = result_of(reduction.value, vector, transport, options)
+    contributed = reduction.contributed.to_sparse()._copy_if_overlapping(vector)
+    scaled = (
+        Reduction(value, contributed) if dtype is None else Reduction(value.astype(dtype), contributed.astype(dtype))
+    )
     scaled.traffic = transport.traffic.since(before)
     return scaled
 
@@ -326,13 +329,13 @@ def returned(
     back: Back,
     transport: Transport,
     options: CallOptions,
-    dtype: np.dtype[Any],
+    dtype: np.dtype[Any] | None,
 ) -> Any:
-    """Return a result as the caller gets it: of the type of x; for a dense x as the algorithm says."""
+    """Return a result as the caller gets it: of the type of x, or `dtype`; for a dense x as the algorithm says."""
     if algorithm.returns_dense and isinstance(given, DenseVector) and isinstance(y, DenseVector):
         if options.operation.name == "mean":
             np.divide(y.values, transport.size, out=y.values)
-        return convert.to_array(x)(y if y.dtype == dtype else y.astype(dtype))
+        return convert.to_array(x)(y if dtype is None else y.astype(dtype))
     result = result_of(y, given, transport, options)
     return result if given is x else back(result)
 

@@ -179,4 +179,4 @@ class Plan(Generic[R]):
         call.agree(check=options.check, checksum=self._arguments.checksum)
         value = run(algorithm, self._channel, entries, self._size).value
         call.leaves(algorithm.replicated_state())
-        return returned(algorithm, value, x, vector, back, transport, options, given.dtype)  # type: ignore[no-any-return]
+        return returned(algorithm, value, x, vector, back, transport, options, None if given is vector else given.dtype)  # type: ignore[no-any-return]

@@ -74,6 +74,8 @@ class AutoFormat(Chooser):
         names = [form.name for form in self.choices]
         if not self.choose or any(name not in names for name in self.choose):
             raise ValueError(f"choose: expected some of {', '.join(names)}, got {self.choose}")
+        if self.beta is not None and not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta: expected seconds per byte, got {self.beta}")
 
     def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Encoding]:
         if self.beta is not None and _coo_is_fastest(self.beta, self.choose, x.indices.dtype.itemsize):

@@ -25,14 +25,20 @@ def count(shape: tuple[int, ...]) -> int:
     return length
 
 
+def native(indices: Any) -> Any:
+    """Return integers in the machine's byte order, themselves if they are."""
+    return indices if indices.dtype.isnative else indices.astype(indices.dtype.newbyteorder("="))
+
+
 def as_integers(indices: Any, dtype: np.dtype[Any]) -> Any:
     """Return indices that are not negative as `dtype`, signed or not, without a copy if it has the same size."""
-    indices = contiguous(indices)
+    indices = native(contiguous(indices))
     return indices.view(dtype) if indices.dtype.itemsize == dtype.itemsize else indices.astype(dtype)
 
 
 def check_below(indices: Any, size: int, where: str) -> None:
     """Raise ValueError if one of the integers is negative, or `size` or more; the message says `where` they are."""
+    indices = native(indices)
     if indices.size and int(indices.view(f"u{indices.itemsize}").max()) >= size:  # those below 0 are the largest
         low, high = int(indices.min()), int(indices.max())
         raise ValueError(f"x: expected indices of at least 0 and below {size} {where}, got {low if low < 0 else high}")
@@ -94,10 +100,10 @@ def used_indices(x: Any, rows: int, width: int) -> NDArray[Any]:
 
 def flat_of_rows(x: Any, shape: tuple[int, int]) -> tuple[NDArray[Any], bool]:
     """Return flat indices of a matrix by rows (CSR), and whether they are strictly ascending."""
-    columns = contiguous(used_indices(x, *shape))
+    columns = native(contiguous(used_indices(x, *shape)))
     flat = empty(columns.size, index_dtype(count(shape)))
     unsigned = columns.view(f"u{columns.itemsize}")
-    return flat, kernels_of(flat).join_rows(contiguous(x.indptr), unsigned, shape[1], flat)
+    return flat, kernels_of(flat).join_rows(native(contiguous(x.indptr)), unsigned, shape[1], flat)
 
 
 def rows_of_flat(flat: NDArray[Any], shape: tuple[int, int], dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:

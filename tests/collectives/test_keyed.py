@@ -111,6 +111,8 @@ WRONG = {
     "unsigned of NumPy": ({1: np.uint64(3), 2: np.int64(-5)}, TypeError, "got uint64 from values such as uint64"),
     "defaultdict": (type("Mine", (defaultdict,), {})(int, {1: 1}), TypeError, "got Mine: use dict(x)"),
     "factory": (defaultdict(list, {1: 1}), TypeError, r"got one of list: use dict(x)"),
+    "partial": (defaultdict(functools.partial(int, 5), {1: 1}), TypeError, r"got one of functools.partial"),
+    "other int": (defaultdict(type("int", (), {}), {1: 1}), TypeError, r"got one of int: use dict(x)"),
 }
 
 
@@ -306,3 +308,12 @@ def test_nothing_on_all_ranks_is_nothing(call):
         return None if y is None else y[-1] if isinstance(y, list) else y
 
     assert all(y in ({}, None) for y in simulate(2, program).results)
+
+
+def test_keys_of_several_integer_types_are_one_type():
+    keys = [{np.uint64(5): 1, 7: 1}, {np.uint64(2**63 - 2): 1, np.int64(7): 1}]
+    assert simulate(2, lambda comm: sparsecoll.allreduce(comm, keys[comm.rank])).results[0] == {
+        5: 1,
+        7: 2,
+        2**63 - 2: 1,
+    }

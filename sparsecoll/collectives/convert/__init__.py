@@ -101,7 +101,13 @@ def to_array(x: Any) -> ToArray:
     """Return the Back of a dense x: its results are tensors of torch, DenseVectors or arrays of the shape of x."""
     if isinstance(x, DenseVector):
         return ToArray("", (x.length,))
-    return ToArray(type(x).__module__.partition(".")[0], tuple(map(int, x.shape)))
+    return ToArray(_library(x), tuple(map(int, x.shape)))
+
+
+def _library(x: Any) -> str:
+    """Return the package of a type, "torch" for a subclass of its tensors."""
+    packages = [base.__module__.partition(".")[0] for base in type(x).__mro__]
+    return "torch" if "torch" in packages else packages[0]
 
 
 def shape_of(x: Any) -> dict[str, list[int]]:
@@ -112,7 +118,7 @@ def shape_of(x: Any) -> dict[str, list[int]]:
 
 def has_keys(x: Any) -> bool:
     """Return whether x is a mapping, which has keys and no length; matrices of DOK have one."""
-    return isinstance(x, Mapping) and type(x).__module__.partition(".")[0] not in ("scipy", "sparse")
+    return isinstance(x, Mapping) and _library(x) not in ("scipy", "sparse")
 
 
 def to_vector(x: Any) -> tuple[Vector, Back]:
@@ -127,7 +133,7 @@ def to_vector(x: Any) -> tuple[Vector, Back]:
         return DenseVector(_flat(x)), Back()
     if has_keys(x):
         return from_mapping(x)
-    library, name = type(x).__module__.partition(".")[0], type(x).__name__
+    library, name = _library(x), type(x).__name__
     if library == "scipy" and hasattr(x, "tocoo"):
         return from_scipy(x)
     if library == "sparse" and name in ("COO", "GCXS", "DOK"):
@@ -144,8 +150,7 @@ def to_rows(x: Any) -> tuple[RowSparse, Back] | None:
     """Return x as rows, and the Back of its type; None if x does not consist of rows."""
     if isinstance(x, RowSparse):
         return x, Back()
-    library = type(x).__module__.partition(".")[0]
-    if library == "torch" and str(getattr(x, "layout", "")) == "torch.sparse_coo" and x.device.type == "cpu":
+    if _library(x) == "torch" and str(getattr(x, "layout", "")) == "torch.sparse_coo" and x.device.type == "cpu":
         return rows_of_hybrid(x)
     return None
 

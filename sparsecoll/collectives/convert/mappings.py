@@ -33,8 +33,9 @@ def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, ToMapping]:
     name = type(x).__name__
     if CLASSES.get(name) is not type(x):
         raise TypeError(f"x: expected a mapping of class {', '.join(CLASSES)}, got {name}: use dict(x)")
-    factory = getattr(getattr(x, "default_factory", None), "__name__", "None")
-    if isinstance(x, defaultdict) and factory not in FACTORIES:
+    made_by = getattr(x, "default_factory", None)
+    factory = getattr(made_by, "__name__", str(made_by))
+    if isinstance(x, defaultdict) and (factory not in FACTORIES or FACTORIES[factory] is not made_by):
         raise TypeError(f"x: expected a defaultdict of int or float, got one of {factory}: use dict(x)")
     keys, (values, largest) = list(x), _numbers(list(x.values()))
     types = set(map(type, keys))
@@ -54,6 +55,8 @@ def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, ToMapping]:
 
 def _keys(keys: list[Any]) -> NDArray[Any]:
     array = np.array(keys) if keys else np.empty(0, np.int64)
+    if array.dtype.kind == "f":  # of uint64 beside other integers
+        array = np.array([int(key) if isinstance(key, np.integer) else key for key in keys])
     if array.dtype.kind not in "iu" or array.ndim != 1 or any(isinstance(key, bool) for key in keys):
         other = [key for key in keys if isinstance(key, bool) or not isinstance(key, (int, np.integer))]
         wrong = other[0] if other else max(keys)

@@ -33,11 +33,14 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
         TypeError: `comm` is not an intracommunicator.
         CommunicationError: Not all ranks made their first call within the timeout, now or earlier; or this process was
             forked from one that uses MPI, or MPI has been finalized.
+        RuntimeError: MPI has not been initialized.
     """
     if os.getpid() != _process:
         raise out_of_use(FORKED, CALL_PARENT)
     if MPI.Is_finalized():  # which would abort the process
         raise out_of_use(FINALIZED, CALL_BEFORE)
+    if not MPI.Is_initialized():  # which would, too; a communicator of a Session may be there
+        raise RuntimeError("comm: expected MPI to be initialized, got none: call MPI.Init() first")
     if comm == MPI.COMM_NULL:
         raise TypeError("comm: expected an mpi4py intracommunicator, got MPI.COMM_NULL (or one that was freed)")
     if not isinstance(comm, MPI.Intracomm):
