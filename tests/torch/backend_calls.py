@@ -17,7 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 CASES = {}
 OPS = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG", "band": "BAND", "bor": "BOR"}
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "complex64")
-SLOW = ("functional_calls", "compiled", "fully_sharded")  # imports that take seconds on each rank: only P = 2
+SLOW = (
+    "functional_calls",
+    "compiled",
+    "compiled_with_calls",
+    "fully_sharded",
+)  # imports that take seconds on each rank: only P = 2
 SHAPES = {  # of sparse tensors: shape, sparse dimensions, indices of a rank
     "rows": ((50, 3), 1, lambda r: [[r, 7, 2 * r + 1]]),
     "rows_of_matrices": ((9, 2, 2), 1, lambda r: [[r, 8]]),

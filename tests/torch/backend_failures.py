@@ -76,19 +76,26 @@ def sparse_without(group, rank):
 
 
 def dense_without(group, rank):
+    """Every work names the rank, not the first one alone."""
     leave(rank)
-    work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
-    work.wait()
+    works = [dist.all_reduce(torch.ones(5), group=group, async_op=True) for _ in range(3)]
+    texts = [text_of(wait) for wait in (works[0].wait, works[1].get_future().wait, works[2].wait)]
+    raise RuntimeError(min(texts, key=lambda text: "rank 3" in text))
+
+
+def scatter_without(group, rank):
+    leave(rank)
+    dist.reduce_scatter_tensor(torch.ones(1), torch.ones(RANKS), group=group)
 
 
 def backward_without(group, rank):
-    net = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    net = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, bucket_cap_mb=1e-6)
     leave(rank)
     net(torch.ones(1, 3)).sum().backward()
 
 
 TOGETHER = (other_shapes, other_dtypes, another_operation, one_rank_alone, dense_alone)
-LEAVING = (sparse_without, dense_without, backward_without)
+LEAVING = (sparse_without, dense_without, scatter_without, backward_without)
 
 
 def job(rank, folder, name):

@@ -12,6 +12,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import backend_more_calls  # noqa: F401
 import numpy as np
 import torch
 import torch._dynamo  # which DDP and torch.compile import

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import backend_calls  # noqa: E402
 import backend_failures  # noqa: E402
+import backend_more_calls  # noqa: E402, F401
 import backend_ranks  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

@@ -185,6 +185,14 @@ def test_is_stepping():
     assert seen == [(True, False)] and not private.is_stepping(optimizer)
 
 
+def test_untraced():
+    def function(x):
+        return x + (1 if torch.compiler.is_compiling() else 2)
+
+    compiled = torch.compile(private.untraced(function), backend="eager")
+    assert compiled(torch.ones(1)).item() == 3 and private.untraced(function)(torch.ones(1)).item() == 3
+
+
 def test_first_post_hook():
     optimizer, called = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), []
     optimizer.register_step_post_hook(lambda *_: called.append("own"))
@@ -253,6 +261,12 @@ def test_inner_backends(tmp_path):
     x = torch.ones(3)
     backends["cpu"].allreduce([x], dist.AllreduceOptions()).wait()
     assert x.tolist() == [1, 1, 1]
+
+
+def test_seconds_of(tmp_path):
+    gloo = backends_of_one_rank(tmp_path)[1]["cpu"]
+    gloo._set_default_timeout(timedelta(seconds=7))
+    assert private.seconds_of(gloo) == 7.0
 
 
 def test_serve_by(tmp_path):

@@ -82,7 +82,7 @@ def expected(ranks, momenta, settings, density=DENSITY):
             if k < len(m):
                 velocity[rank, sent] = 0
         lr = 0.2 * (1, 0.5, 0.1)[step % 3]
-        rate = lr * damp * (1 - inside) / (1 - m) * (1 - m ** (step + 1)) / (1 - inside ** (step + 2))
+        rate = lr * np.where(m, damp, 1) * (1 - inside) / (1 - m) * (1 - m ** (step + 1)) / (1 - inside ** (step + 2))
         w = np.concatenate([p.detach().numpy().ravel() for p in params])
         w -= rate * (sign * total / ranks + decay / (1 - inside) * w)
         with torch.no_grad():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -19,7 +21,7 @@ from sparsecoll.torch.backend.lowbit import LowBitSums
 from sparsecoll.torch.backend.options import Options, resolve
 from sparsecoll.torch.backend.work import Call, Watched
 from sparsecoll.torch.replica.calls import collective
-from sparsecoll.torch.tensors.private import inner_backends, serve_by, serve_monitored_barrier
+from sparsecoll.torch.tensors.private import inner_backends, seconds_of, serve_by, serve_monitored_barrier, untraced
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.call import CollectiveCall
@@ -27,6 +29,7 @@ from sparsecoll.transport.process_groups import connect_group
 from sparsecoll.transport.progress import completed_future, in_background
 
 LOST_SECONDS = 5.0  # in which the ranks of a call that has failed in gloo tell each other so
+CONNECTION = ("onnection", "imed out", "timeout")  # words of what gloo raises if a rank is gone
 OPERATIONS = {"SUM": "sum", "AVG": "mean"}
 PASSED = {  # calls whose exceptions name ranks, besides allreduce; those of send and recv have one in their arguments
     *("broadcast", "reduce", "allreduce_coalesced", "barrier", "gather", "scatter", "alltoall", "alltoall_base"),
@@ -51,22 +54,29 @@ class ProcessGroupSparsecoll(ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Options) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, arg-type]  # what Python classes can call
-        self._store, self._seconds = store, timeout.total_seconds()
-        self._transport = connect_group(self, "own", self._seconds)  # torch need not know the group
-        name = collective(
-            self._transport, "init_process_group", self._seconds, lambda call: _drawn_name(call.transport)
-        )
+        self._store = store
+        self._transport = connect_group(self, "own", timeout.total_seconds())  # torch need not know the group
+        self._lost: Exception | None = None  # what has named the rank that is gone
+        self._naming = threading.Lock()  # works are waited for by several threads
+        seconds, drawn = timeout.total_seconds(), partial(_drawn_name, options=options)
+        name = collective(self._transport, "init_process_group", seconds, drawn)
         backends = inner_backends(PrefixStore(name, store), rank, size, timeout)
+        self._gloo = backends["cpu"]
         self._inner: Any = ProcessGroup(store, rank, size)
         for group in (self, self._inner):
             serve_by(group, backends)
         self._watched = backends["cuda"] is backends["cpu"]  # works of NCCL are not waited for by the CPU
         self._sums = LowBitSums(options)
 
+    @property
+    def _seconds(self) -> float:
+        return seconds_of(self._gloo)
+
     def get_group_store(self) -> Any:
         """Return the store of this group."""
         return self._store
 
+    @untraced
     def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # torch has three
         """Sum tensors over the ranks in place, see `torch.distributed.all_reduce`."""
         x = tensors if torch.is_tensor(tensors) else tensors[0]
@@ -99,27 +109,42 @@ class ProcessGroupSparsecoll(ProcessGroup):
             raise ValueError(
                 f"op: expected SUM, or AVG of floats, for a sparse tensor of {x.dtype}: use a dense one (x.to_dense())"
             )
+        base = x._base if x._is_view() else None  # torch passes a view of a complex tensor
         local, wire = x.detach().cpu(), None
         if x.dtype is torch.bfloat16:  # NumPy has none
             local, wire = local.float(), "bfloat16"
         options: Any = {"op": name, "value_dtype": wire, "timeout": self._seconds, "nonfinite": "pass"}
-        x.copy_(allreduce(call.transport, local, **options))
+        y = allreduce(call.transport, local, **options)
+        if base is not None and base.is_complex():
+            x, values = base, torch.view_as_complex(y.values().contiguous())
+            y = torch.sparse_coo_tensor(y.indices(), values, x.shape, is_coalesced=True, check_invariants=False)
+        x.copy_(y)
 
     def _passed(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        work = getattr(self._inner, name)(*args, **kwargs)
+        try:
+            work = getattr(self._inner, name)(*args, **kwargs)
+        except RuntimeError as error:  # gloo scatters in the call itself
+            if not self._watched or not any(word in str(error) for word in CONNECTION):
+                raise
+            raise self._named(name, error) from error
         return Watched(work, lambda error: self._named(name, error)) if self._watched and work is not None else work
 
     def _named(self, name: str, error: RuntimeError) -> Exception:
         """Return the exception that replaces one of gloo, which all ranks get at about the same time."""
-        try:
-            collective(self._transport, name, LOST_SECONDS, lambda _: None, failed=error)
-        except Exception as named:
-            return named
-        return error
+        with self._naming:
+            if self._lost is None:
+                try:
+                    collective(self._transport, name, LOST_SECONDS, lambda _: None, failed=error)
+                except Exception as named:
+                    self._lost = named
+            return self._lost or error
 
 
-def _drawn_name(transport: Transport) -> str:
+def _drawn_name(call: CollectiveCall, options: Options) -> str:
     """Return a name that rank 0 draws: the store may hold what gloo left in it for an earlier group of this name."""
+    call.signature |= dataclasses.asdict(options)
+    call.agree(entries=0)
+    transport = call.transport
     drawn = np.frombuffer(secrets.token_bytes(8) if transport.rank == 0 else b"", np.uint8)
     name = bytes(spread(transport, drawn)).hex()
     transport.waitall()
@@ -131,7 +156,8 @@ def _at_once(transport: Transport, call: Callable[[], None]) -> Future[None]:
     return completed_future(call)
 
 
-def _passing(name: str) -> Callable[..., Any]:
+def _passing(name: str) -> Any:
+    @untraced
     def call(self: ProcessGroupSparsecoll, *args: Any, **kwargs: Any) -> Any:
         return self._passed(name, *args, **kwargs)
 

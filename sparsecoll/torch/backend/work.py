@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
+from sparsecoll.torch.tensors.private import untraced
+
 NO_LIMIT = timedelta(0)  # torch's word for it
 
 
@@ -74,7 +76,7 @@ class Watched(Work):
         try:
             return bool(self._work.wait(timeout))
         except RuntimeError as error:
-            if not self._work.is_completed():  # the time to wait is over, but not that of the call
+            if not self._work.is_completed() and "onnection" not in str(error):  # waited long enough
                 raise
             raise self._named(error) from error
 
@@ -94,3 +96,6 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 for _name in ("is_completed", "is_success", "exception", "result", "synchronize", "source_rank"):
     setattr(Watched, _name, _delegate(_name))
+for _class in (Call, Watched):
+    for _name in [name for name, value in vars(_class).items() if callable(value) and not name.startswith("__")]:
+        setattr(_class, _name, untraced(getattr(_class, _name)))

@@ -70,6 +70,8 @@ class OneBit(QSGD):
         squares, momenta, divisors = map(self.layout.by_name, arrays)
         groups = self.groups()
         for name, own in self.layout.by_name(gradient).items():
+            if name not in groups:
+                raise RuntimeError(f"parameter {name!r}: expected it in param_groups, as in the warm-up: {NEW}")
             if own.any() and not divisors[name].any():
                 raise RuntimeError(
                     f"parameter {name!r}: expected gradients during the warm-up, got the first one after it, when there"

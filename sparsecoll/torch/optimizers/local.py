@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from sparsecoll.torch.tensors.model import (
     is_finite,
     model_of,
     named,
+    names_in_groups,
     of_optimizer,
     own_part,
 )
@@ -88,7 +90,8 @@ class LocalOptimizer(Wrapper):
             after `synchronize`.
         alpha: share of its own parameters that a rank keeps after them (default: 0, so that those steps are lost).
         weight: function that returns this rank's weight in the next mean, as its number of samples, at least 0
-            (default: all ranks weigh the same). Changes are multiplied by it before they are compressed.
+            (default: all ranks weigh the same). Changes are multiplied by it before they are compressed. If all are 0,
+            the mean is 0, and parameters return to the shared ones.
         backup_device: device of the shared parameters, changes and residuals, as "cpu" (default: that of the model).
         bucket_bytes: as in `DistributedOptimizer`.
         dense_below: as in `DistributedOptimizer`.
@@ -156,6 +159,7 @@ class LocalOptimizer(Wrapper):
             call.signature |= {"outer": [str(own) for own in outers], "fragments": pace.fragments, "delay": delay}
             call.signature |= {"alpha": alpha, "weight": "none" if weight is None else "given"}
             call.signature["fragments of"] = {n: pace.known[id(p)] for n, p in params.items() if id(p) in pace.known}
+            call.signature |= names_in_groups(optimizer, params)
             call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
             call.signature |= {**own.signature(), **describe(others, "other parameter")}
             call.agree(entries=0)
@@ -350,6 +354,8 @@ def _outer_optimizers(
     given: Any, params: list[torch.Tensor], lr: float, momentum: float
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of the shared parameters: those given, or SGD."""
+    if not (0 <= lr < math.inf and 0 <= momentum < 1):
+        raise ValueError(f"outer_lr, outer_momentum: expected at least 0 and in [0, 1), got {lr} and {momentum}")
     if given is None:
         return [Outer(params, lr, momentum, nesterov=momentum > 0)]
     outers = list(given) if isinstance(given, Sequence) else [given]

@@ -72,8 +72,8 @@ class SparseSGD(torch.optim.Optimizer):
     training may continue. Parameters and, if the model is known, buffers are broadcast from rank 0 at the start;
     buffers that a forward pass has changed (BatchNorm's running statistics) are set to rank 0's in `step`. A parameter
     without a gradient on some ranks counts as zero there. One without a gradient on any rank does not change, as in
-    torch, unless residuals contribute something. The residual of a parameter that is frozen, or has a learning rate of
-    0, is kept.
+    torch, unless residuals contribute something. The residual of a parameter that is frozen, or without momentum has a
+    learning rate of 0, is kept; with momentum, what is sent at that rate is lost.
 
     Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows: all of them and without a residual, or
     with `row_density` those of largest norm.

@@ -77,6 +77,7 @@ def common(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the options of groups that must be the same on all ranks."""
     return {
         f"param_groups[{i}]": {name: float(group[name]) for name in (*NUMBERS, *FLAGS)}
+        | {"number of parameters": len(group["params"])}
         for i, group in enumerate(groups)
     }
 

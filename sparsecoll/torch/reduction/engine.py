@@ -27,13 +27,23 @@ from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import STATE, renamed_state
 from sparsecoll.torch.reduction.steps import State
 from sparsecoll.torch.replica.calls import NOTHING, Options, agreeing, mean_of_loss
-from sparsecoll.torch.replica.guards import NO_MEAN, refuse_ddp, warn_of_adam, warn_of_clipping, warn_of_momentum
+from sparsecoll.torch.replica.guards import (
+    NO_MEAN,
+    checksum_of_state,
+    refuse_ddp,
+    warn_of_adam,
+    warn_of_clipping,
+    warn_of_momentum,
+)
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
-from sparsecoll.torch.tensors.model import Named, Watch, momenta_of, options_of
+from sparsecoll.torch.tensors.model import Named, Watch, momenta_of, names_in_groups, options_of
 from sparsecoll.torch.tensors.private import at_end_of_backward
 from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
 
 logger = logging.getLogger(__name__)
+
+STATES = "checksum of the optimizer's state (load the same one on all ranks)"
 
 
 class Engine(Reducer):
@@ -98,6 +108,8 @@ class Engine(Reducer):
                     **self._compressor.signature(),
                     **{name: getattr(self._options, name) for name in compared},
                     "grad_scaler": self._scaling.scaler is not None,
+                    **names_in_groups(self._optimizer, {**self.params, **params}),
+                    STATES: 0 if self.params else checksum_of_state(self._optimizer),
                 }
                 self.replica.introduce(params, signature, lambda: check_added(new, stay))
                 if self.number < 0:
@@ -292,7 +304,7 @@ class Engine(Reducer):
         if self.buckets.pending and self._outcome.joined and self.buckets.has_residuals and not self.closed:
             raise RuntimeError(
                 "zero_grad() cannot skip this step, because a rank has left join() and would take it:"
-                " decide before backward(), or take the step with a learning rate of 0"
+                " decide before backward()"
             )
         self.discard()
 
@@ -346,6 +358,10 @@ class Engine(Reducer):
         self.commit_if_updated()
         return {STATE: renamed_state(self.buckets.state_dict(), self.members.kept())}
 
+    def _compare_states(self, call: CollectiveCall) -> None:
+        call.signature[STATES] = checksum_of_state(self._optimizer)
+        call.agree()
+
     @agreeing("replica.agreed")
     def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], None]) -> None:
         """Load a state, on all ranks or on none, as `Buckets.load_state_dict` does. Collective."""
@@ -353,6 +369,7 @@ class Engine(Reducer):
             self.discard()
             self.regroup()
         self.buckets.load_state_dict(lambda: state.get(STATE), load)
+        self.replica.call("load_state_dict", self._compare_states)
         self.means.clear()
         self._end()
         self.gradients.to(State.EMPTY)

@@ -135,6 +135,8 @@ def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
     """
 
     def gather(_: CollectiveCall) -> list[list[float]]:
+        if isinstance(loss, (tuple, list, dict)):
+            raise TypeError(f"closure: expected one that returns a loss, or None, got a {type(loss).__name__}")
         own = math.nan if loss is None else float(loss.detach() if torch.is_tensor(loss) else loss)
         numbers: list[list[float]] = allgather(transport, np.array([loss is None, own], np.float64)).T.tolist()
         transport.waitall()

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecoll.torch.compressors import Compressor, StepContext
+from sparsecoll.torch.tensors.model import bits_of, own_part
 from sparsecoll.torch.tensors.private import inside_ddp, values_of
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import allgather
@@ -72,6 +73,19 @@ def warn_if_equal(transport: Transport, digest: int) -> None:
             " rank=rank), and its own seed",
             transport.size,
         )
+
+
+def checksum_of_state(optimizer: torch.optim.Optimizer) -> int:
+    """Return a checksum of the numbers and the tensors on this rank in an optimizer's state, 0 without any."""
+    checksum = 0
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for name, value in sorted(optimizer.state.get(p, {}).items(), key=lambda pair: str(pair[0])):
+            for part in value if isinstance(value, (list, tuple)) else (value,):
+                if torch.is_tensor(part):
+                    checksum = zlib.crc32(bits_of(values_of(own_part(part))), zlib.crc32(str(name).encode(), checksum))
+                elif isinstance(part, (bool, int, float)):
+                    checksum = zlib.crc32(f"{name} {float(part)}".encode(), checksum)
+    return checksum
 
 
 def warn_of_state(optimizer: torch.optim.Optimizer, transport: Transport) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from sparsecoll.torch.tensors.layout import device_of, residual_dtype
 from sparsecoll.torch.tensors.model import (
     Buffers,
     Named,
+    bits_of,
     check_buffers,
     check_whole,
     describe,
@@ -31,6 +33,7 @@ from sparsecoll.transport.all_ranks import allgather, barrier
 from sparsecoll.transport.call import CollectiveCall
 
 CURE = "(change the model and the optimizer on all ranks, between the same steps)"  # if ranks have other changes
+_block = threading.local()  # whether this thread, a rank, is in the block of a join()
 
 
 @contextlib.contextmanager
@@ -314,7 +317,13 @@ class Replica:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Context manager: an exception that leaves the block on one rank is raised in the others' next call."""
+        """Context manager of a join(): an exception that leaves it on one rank is raised in the others' next call."""
+        if getattr(_block, "is_open", False):
+            raise RuntimeError(
+                "join: expected none inside that of another optimizer, got one: a rank that leaves one waits"
+                " for those in the other. End such loops on all ranks with the shortest data, without join()"
+            )
+        _block.is_open = True
         try:
             yield
         except Exception as error:
@@ -323,6 +332,8 @@ class Replica:
                 raise
             error.__traceback__ = traceback
             raise
+        finally:
+            _block.is_open = False
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
@@ -365,7 +376,7 @@ class Replica:
         tensors = {name: t for name, t in self.tensors.items() if name not in left_out}
 
         def gather(_: CollectiveCall) -> Any:
-            rows = allgather(self.transport, np.array([zlib.crc32(_bits(t)) for t in tensors.values()], np.uint32))
+            rows = allgather(self.transport, np.array([zlib.crc32(bits_of(t)) for t in tensors.values()], np.uint32))
             self.transport.waitall()
             return rows
 
@@ -382,7 +393,3 @@ class Replica:
         """After a step, or the one with this number: compare where `verify` asks for it. Collective."""
         if self.options.verify and (self.context.step if step is None else step) % self.options.verify == 0:
             self.compare(buffers)
-
-
-def _bits(t: torch.Tensor) -> memoryview:
-    return memoryview(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())

@@ -17,6 +17,7 @@ from sparsecoll.torch.tensors.private import has_buffers, is_flat, version
 Named = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
 
+HOW = {"foreach", "fused", "capturable", "differentiable"}  # options of optimizers by which the same is computed
 COMPARED_BYTES = 16 << 20  # of a buffer of which a copy is kept, to notice what version counters do not tell
 
 
@@ -151,6 +152,11 @@ def _copies(tensors: Named) -> Named:
     return {name: b.detach().clone() for name, b in _compared(tensors).items()}
 
 
+def bits_of(t: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, on the CPU."""
+    return memoryview(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+
+
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same values, on the CPU whether they have the same bits."""
     if a.device != b.device:
@@ -242,15 +248,27 @@ def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
     return params
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the learning rates and momenta of an optimizer's groups, which must be the same on all ranks."""
-    return {
-        f"{name} of param_groups[{i}]": float(group[name])
-        for i, group in enumerate(optimizer.param_groups)
-        for name in ("lr", "momentum")
-        if isinstance(rate := group.get(name), (int, float))
-        or (torch.is_tensor(rate) and rate.is_cpu and rate.numel() == 1)
-    }
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the options of an optimizer's groups and their numbers of parameters, the same on all ranks."""
+    names = {"lr": None, "momentum": None, **getattr(optimizer, "defaults", {})}.keys() - HOW
+    found: dict[str, Any] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for name in sorted(names & group.keys()):
+            value = group[name]
+            value = value.item() if torch.is_tensor(value) and value.is_cpu and value.numel() == 1 else value
+            parts = value if isinstance(value, tuple) else (value,)
+            if all(isinstance(part, (bool, int, float, str)) for part in parts):
+                plain = list(value) if isinstance(value, tuple) else float(value) if type(value) is int else value
+                found[f"{name} of param_groups[{i}]"] = plain
+        found[f"number of parameters in param_groups[{i}]"] = len(group["params"])
+    return found
+
+
+def names_in_groups(optimizer: torch.optim.Optimizer, params: Named) -> dict[str, list[str]]:
+    """Return the names of the parameters in each group, for ranks to compare."""
+    names = {id(p): name for name, p in params.items()}
+    groups = enumerate(optimizer.param_groups)
+    return {f"names in param_groups[{i}]": [names.get(id(p), "") for p in group["params"]] for i, group in groups}
 
 
 def momenta_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[str]) -> list[float]:

@@ -134,6 +134,11 @@ def inner_backends(store: Any, rank: int, size: int, timeout: timedelta) -> dict
     return {"cpu": gloo, "cuda": nccl}
 
 
+def seconds_of(backend: Any) -> float:
+    """Return the timeout of gloo, which users change by a private function of torch; its options tell it."""
+    return float(backend.options._timeout.total_seconds())
+
+
 def serve_by(group: Any, backends: Mapping[str, Any]) -> None:
     """Let backends serve a group; what makes a group of torch's backends also makes it a known one."""
     kinds = {dist.distributed_c10d.ProcessGroupGloo: dist.ProcessGroup.BackendType.GLOO}
@@ -193,6 +198,24 @@ def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
                 return True
             walked = walked.f_back
     return False
+
+
+def untraced(function: Callable[..., Any]) -> Any:
+    """Return a function that torch.compile does not trace; `torch.compiler.disable` would import the compiler.
+
+    C++ code may call it while torch.compile traces, as DDP's reducer does, and it is compiled as a function of its own.
+    """
+    disabled: list[Any] = []
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    return called
 
 
 def first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:

@@ -1,0 +1,29 @@
+"""More cases of `backend_calls`: complex sparse sums, and calls in compiled code."""
+
+import torch
+import torch.distributed as dist
+from backend_calls import case, own, sparse
+from torch.nn.parallel import DistributedDataParallel
+
+
+@case
+def sparse_sum_of_complex(group):
+    x = sparse(group, "rows", torch.complex64) * (1 + 2j)
+    x = x.to_dense() if dist.get_backend(group) == "gloo" else x  # gloo keeps each rank's
+    dist.all_reduce(x, group=group)
+    return x.to_dense() if x.is_sparse else x
+
+
+@case
+def compiled_with_calls(group):
+    def function(x):
+        dist.broadcast(x, group_src=0, group=group)
+        dist.all_reduce(x, group=group)
+        return x * 2
+
+    torch._dynamo.reset()
+    net = torch.nn.Linear(4, 2)
+    torch.nn.init.ones_(net.weight)
+    parallel = torch.compile(DistributedDataParallel(net, process_group=group), backend="aot_eager")
+    parallel(own(group, 3, 4)).sum().backward()
+    return torch.compile(function, backend="aot_eager")(own(group, 4)), net.weight.grad
