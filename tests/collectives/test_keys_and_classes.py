@@ -102,3 +102,33 @@ def test_a_damaged_name_of_a_class_is_an_error():
     for damaged in (text.replace("Counter", "os:getcwd"), text.replace('"None"', '"list"')):
         with pytest.raises(ValueError, match="expected the name of a mapping, got"):
             from_text(damaged)
+
+
+@pytest.mark.parametrize("make", ["coo_array", "csr_array", "bsr_array"])
+def test_coordinates_in_the_other_byte_order_are_read(make):
+    sparse = pytest.importorskip("scipy.sparse")
+    x = getattr(sparse, make)(sparse.coo_array((np.arange(1.0, 4), ([0, 1, 1], [3, 0, 70000])), shape=(2, 70001)))
+    expected = sparsecoll.as_vector(x)
+    names = ("row", "col") if make == "coo_array" else ("indices", "indptr")
+    swapped = {name: getattr(x, name).astype(getattr(x, name).dtype.newbyteorder()) for name in names}
+    if make == "coo_array":
+        x.coords = tuple(swapped.values())
+    else:
+        x.indices, x.indptr = swapped.values()
+    found = sparsecoll.as_vector(x)
+    assert np.array_equal(found.indices, expected.indices) and np.array_equal(found.values, expected.values)
+
+
+def test_subclasses_of_tensors_are_tensors():
+    torch = pytest.importorskip("torch")
+
+    class Mine(torch.Tensor):
+        pass
+
+    def program(comm):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.ones(3, dtype=dtype).as_subclass(Mine).requires_grad_()
+            assert torch.equal(sparsecoll.bcast(comm, x.detach()), torch.ones(3, dtype=dtype))
+            assert sparsecoll.allreduce(comm, x.detach(), "dense").to_dense().tolist() == [2.0] * 3
+
+    simulate(2, program)
