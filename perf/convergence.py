@@ -2,7 +2,7 @@
 
     python perf/convergence.py --jobs 2 --json perf/results/convergence.json --update      # missing rows; some hours
     python perf/convergence.py --validate --tasks vgg        # on a part of the training data, for choosing options
-    python perf/testbed.py run -- python perf/convergence.py --tasks wide --interface eth0 \\
+    python perf/testbed.py run -- python perf/convergence.py --interface eth0 --update \\
         --json perf/results/time_to_quality.json             # seconds until it is as good, over 1 Gb/s
 
 Every rank trains on its own share of the data, and the global batch is the same for every P. The lines of a table
@@ -10,6 +10,7 @@ differ only in the compressor, and those at 1 % in momentum correction. A run on
 """
 
 import multiprocessing
+import re
 import time
 from functools import partial
 
@@ -31,7 +32,7 @@ from sparsecoll.torch.compressors.schedule import WarmUp
 from sparsecoll.torch.optimizers.together import Together
 from sparsecoll.transport import default_comm
 
-MOMENTUM, DENSITY, MARGIN = 0.9, 0.01, 0.2
+MOMENTUM, DENSITY = 0.9, 0.01
 KEY = ("task", "line", "P", "seed")  # of a row
 BEST, TWICE = "allgather 1 %, 4 bits, Nesterov", "allgather 2 %, 4 bits, Nesterov"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
@@ -69,20 +70,21 @@ PAPERS = {  # more of the papers' baselines
     "densestream 5 %": corrected("densestream", density=0.05),
 }
 DROP_IN, ONE_BIT, LOCAL = "SparseSGD", "OneBitAdam", "10 local steps, 10 %, 4 bits"
-DILOCO = {f"DiLoCo, {preset}": {"preset": preset} for preset in ("diloco", "streaming", "sparseloco", "muloco")}
-DILOCO |= {f"DiLoCo, sparseloco, every {every}": {"preset": "sparseloco", "every": every} for every in (15, 100)}
-DILOCO |= {
+DILOCO = {f"DiLoCo, {preset}": {"preset": preset} for preset in ("diloco", "sparseloco")} | {
     "DiLoCo, sparseloco, outer rate 1": {"preset": "sparseloco", "outer_lr": 1.0},
     "SparseLoCo as published": {"preset": "sparseloco", "compressor": SparseLoCo()},
 }
-AVERAGED = {"compressor": QSGD(4, feedback=True), "outer_lr": 1.0, "outer_momentum": 0.0}
-RATES = {", twice the rate": 2, ", 4 times the rate": 4, ", 8 times the rate": 8, ", 16 times the rate": 16}
-SAVING = "Muon, every 8, 4 bits"
-DILOCO |= {f"Muon, every {every}, 4 bits": {"every": every, **AVERAGED} for every in (4, 8)}
-DILOCO |= {f"Muon, every {every}, 4 bits{rate}": {"every": every, **AVERAGED} for every in (8, 16) for rate in RATES}
-TWO_BITS = {**AVERAGED, "every": 5, "compressor": QSGD(2, feedback=True)}
-DILOCO["Muon, every 5, 2 bits, 8 times the rate"] = TWO_BITS
-MUON = ("dense, Muon", *(f"dense{inner}{rate}" for inner in (", Muon", "") for rate in RATES))
+RATE = re.compile(r"(.*?)(?:, (twice|\d+ times) the rate)?")  # of any line
+MEANS = re.compile(r"Muon, every (\d+), (\d) bits(, outer momentum)?")
+SAVED = "Muon, every 4, 2 bits, outer momentum, 8 times the rate"
+TUNED = [
+    f"{ONE_BIT}, twice the rate",
+    "qsgd 4 bits, twice the rate",
+    "dense, twice the rate",
+    "dense, 4 times the rate",
+]
+TUNED += [f"{line}, 8 times the rate" for line in ("dense, Muon", "Muon, every 8, 4 bits", "Muon, every 5, 2 bits")]
+TUNED += [SAVED]
 SPARSE = {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)} | {DROP_IN: {}}
 OTHERS = {
     "dense": lambda *_: "none",
@@ -93,8 +95,8 @@ OTHERS = {
     "covap I = 4": lambda *_: COVAP(4),
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
     LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
-    **dict.fromkeys(MUON, lambda *_: "none"),
-    **dict.fromkeys((ONE_BIT, *DILOCO), lambda *_: None),
+    "dense, Muon": lambda *_: "none",
+    **dict.fromkeys((ONE_BIT, *DILOCO, *TUNED), lambda *_: None),
 }
 CORRECTED |= PAPERS
 PAPERS |= {line: lambda *_: "none" for line in (f"dense{ALONE}", *SPARSE) if line != DROP_IN} | {
@@ -104,45 +106,56 @@ PAPERS |= {line: lambda *_: "none" for line in (f"dense{ALONE}", *SPARSE) if lin
     "efsignsgd": lambda *_: "efsignsgd",
 }
 LINES = {"dense": OTHERS["dense"], DROP_IN: OTHERS[DROP_IN], **CORRECTED, **OTHERS, **PAPERS}
-DDP = {  # lines of `wide`: functions that register a hook
+DDP = {  # in seconds: functions that register a hook
     "DDP, gloo": lambda model: None,
     "DDP, fp16 hook": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "DDP, PowerSGD hook, rank 4": lambda model: harness.power_hook(model, start=10),
 }
+TIMED = {"wide": (*DDP, BEST, DROP_IN), **dict.fromkeys(("vgg", "resnet"), (*DDP, DROP_IN))}
+TIMED["text"] = (*(f"{line}, twice the rate" for line in DDP), f"{ONE_BIT}, twice the rate", SAVED)
+GOALS = {"%": -0.2, "bits per byte": 0.02}  # how far below the final quality of dense training is as good
 
 
 def made_for(task, line):
     """Whether a line differs from others with the optimizer of a task."""
-    return (
-        line not in (*SHORTER, DROP_IN) and "Nesterov" not in line
-        if task.adam
-        else line not in (LOCAL, ONE_BIT, *MUON, *DILOCO)
-    )
+    if task.adam:
+        return line not in (*SHORTER, DROP_IN) and "Nesterov" not in line
+    return line not in (LOCAL, ONE_BIT, *DILOCO, *TUNED) and "Muon" not in line
+
+
+def of_diloco(line):
+    """Return the arguments of DiLoCo for a line, None if it has another optimizer."""
+    if found := MEANS.fullmatch(line):
+        every, bits = int(found[1]), int(found[2])
+        outer = {"outer_lr": 0.9, "outer_momentum": 0.3, "dense_below": 0} if found[3] else {"outer_lr": 1.0}
+        compressor = QSGD(bits, 2048 if found[3] else 512, feedback=True)
+        return {"every": every, "compressor": compressor, "outer_momentum": 0.0, **outer}
+    return DILOCO.get(line)
 
 
 def optimizers(task, line, model, comm, steps):
     """Return the optimizer of a line, without and with its wrapper."""
+    line, rate = RATE.fullmatch(line).groups()
+    rate = task.lr * (1 if rate is None else 2 if rate == "twice" else int(rate.split()[0]))
     momentum = SHORTER.get(line, MOMENTUM)
     lr = task.lr * (1 - momentum) / (1 - MOMENTUM)
     if line in SPARSE:
         optimizer = SparseSGD(model.parameters(), lr, momentum, comm=comm, **SPARSE[line])
         return optimizer, optimizer
-    times = next((times for text, times in RATES.items() if line.endswith(text)), 1)
-    adam, rate = {"betas": (0.9, 0.95), "weight_decay": 0.1}, times * task.lr
+    adam = {"betas": (0.9, 0.95), "weight_decay": 0.1}
     if line == ONE_BIT:
-        optimizer = OneBitAdam(model.parameters(), task.lr, **adam, warm_up=round(0.15 * steps), comm=comm)
+        optimizer = OneBitAdam(model.parameters(), rate, **adam, warm_up=round(0.15 * steps), comm=comm)
         return optimizer, optimizer
-    if "Muon" in line or "muloco" in line:
+    if "Muon" in line:
         inner = muon_and_adamw(model, rate, **adam)
     elif task.adam:
         inner = torch.optim.AdamW(model.parameters(), rate, **adam)
     else:
         inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else momentum)
-    if line in DDP:
+    if line.startswith("DDP"):
         return inner, inner
-    if line in DILOCO:
-        optimizer = DiLoCo(inner, model, comm, **DILOCO[line])
-        return inner, optimizer
+    if diloco := of_diloco(line):
+        return inner, DiLoCo(inner, model, comm, **diloco)
     compressor = LINES[line](task, steps)
     common = {"bucket_bytes": 1 << 18 if line.startswith("covap") else 25 << 20}  # it filters buckets
     common["dense_below"] = 0 if ", 4 bits" in line else 1024
@@ -160,30 +173,31 @@ def muon_and_adamw(model, lr, **adam):
     return Together([muon, torch.optim.AdamW(others, lr, **adam)])
 
 
-def train(comm, name, line, seed, validate=False, points=8):
-    """Train on one rank; `curve` has (step, MB received, or seconds of the task `wide`, quality) of rank 0's model."""
-    task, wide = TASKS[name], name == "wide"
+def train(comm, name, line, seed, validate=False, points=8, timed=False):
+    """Train on one rank; `curve` has (step, MB received, or seconds if `timed`, quality) of rank 0's model."""
+    task = TASKS[name]
+    hook = next((hook for start, hook in DDP.items() if line.startswith(start)), None)
     (x, y), test = data(name, validate)
     torch.manual_seed(seed)
     model = called = task.net(x)
     own = torch.arange(comm.rank, len(y) - len(y) % comm.size, comm.size)
     batch = task.batch // comm.size
     steps = int(task.epochs * (len(own) // batch))
-    if line in DDP:
+    if hook is not None:
         called = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000 if "PowerSGD" in line else 25)
-        DDP[line](called)
+        hook(called)
     inner, optimizer = optimizers(task, line, model, comm, steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda s: min((s + 1) / (0.1 * steps), (steps - s) / steps))
     clip = None if line in CORRECTED else task.clip  # of each rank's own gradients
     shuffle = torch.Generator().manual_seed(1000 * seed + comm.rank)
     order = iter(())
-    curve, seconds, before = [], 0.0, 0 if line in DDP else optimizer.traffic.total.bytes_received
+    curve, seconds, before = [], 0.0, 0 if hook is not None else optimizer.traffic.total.bytes_received
     for step in range(1, steps + 1):
         chosen = next(order, None)
         if chosen is None or len(chosen) < batch:
             order = iter(own[torch.randperm(len(own), generator=shuffle)].split(batch))
             chosen = next(order)
-        if wide:
+        if timed:
             comm.Barrier()
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -191,7 +205,7 @@ def train(comm, name, line, seed, validate=False, points=8):
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-        if wide:
+        if timed:
             comm.Barrier()
         seconds += time.perf_counter() - start
         schedule.step()
@@ -199,10 +213,10 @@ def train(comm, name, line, seed, validate=False, points=8):
             if step == steps and isinstance(optimizer, LocalOptimizer | OneBitAdam):
                 optimizer.synchronize()  # before, rank 0's own parameters are enough
             if comm.rank == 0:
-                spent = seconds if wide else (optimizer.traffic.total.bytes_received - before) / 1e6
-                part = test if step == steps or wide else (test[0][::5], test[1][::5])
+                spent = seconds if timed else (optimizer.traffic.total.bytes_received - before) / 1e6
+                part = test if step == steps or (timed and not task.adam) else (test[0][::5], test[1][::5])
                 curve.append([step, spent, quality(model, part, task.unit)])
-    if line not in DDP and line not in SPARSE:
+    if hook is None and line not in SPARSE:
         optimizer.close()
     return {"steps": steps, "parameters": sum(p.numel() for p in model.parameters()), "curve": curve}
 
@@ -215,10 +229,25 @@ def run(key, validate=False):
     return dict(zip(KEY, key, strict=True)) | {"commit": about()["commit"], **row}
 
 
+def known(options):
+    """Return the keys of the rows in the file."""
+    return {tuple(row[name] for name in KEY) for row in harness.kept_rows(options)}
+
+
+def timed_rows(options, comm):
+    """Yield the rows in seconds that are not in the file, of `comm`'s ranks."""
+    nets = [(name, line) for name in options.tasks if name in TIMED for line in TIMED[name]]
+    keys, have = [(*net, comm.size, seed) for net in nets for seed in options.seeds], known(options)
+    for key in [key for key in keys if key not in have]:
+        row = train(comm, *key[:2], key[3], points=35, timed=True)
+        yield dict(zip(KEY, key, strict=True)) | {"commit": about()["commit"], **row}
+
+
 def rows(options):
     """Yield the rows that are not in the file."""
-    have = {tuple(row[name] for name in KEY) for row in load("convergence")["rows"]} if options.update else set()
-    nets = [(name, line) for name in options.tasks for line in options.lines if made_for(TASKS[name], line)]
+    have = known(options)
+    tasks = [name for name in options.tasks if name != "wide"]
+    nets = [(name, line) for name in tasks for line in options.lines if made_for(TASKS[name], line)]
     keys = [(*net, P, seed) for P in options.ranks for seed in options.seeds for net in nets]
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         yield from pool.imap(partial(run, validate=options.validate), [key for key in keys if key not in have])
@@ -244,8 +273,7 @@ def plus_minus(values, sign="", divisor=1.0):
     return f"{np.mean(values):{sign}.2f}" + (f" +- {np.std(values, ddof=1) / divisor:.2f}" if len(values) > 1 else "")
 
 
-# in text: as oktopk, to within 0.06; at a lower rate than the best
-UNSHOWN = ["allgather 1 %", "dgc 1 %", *(name + rate for name in ("dense, Muon", SAVING) for rate in ("", *RATES)[:2])]
+UNSHOWN = ["allgather 1 %", "dgc 1 %", "dense, Muon"]  # in text: as oktopk, to within 0.06; at a low rate
 ASIDE = [TWICE, "densestream 1 %", *PAPERS]
 
 
@@ -284,15 +312,26 @@ def defaults(rows, nets):
     return markdown(shown)
 
 
+def curves(rows, task, line):
+    """Return the curves of a line, (seeds, points, 3)."""
+    return np.array([row["curve"] for row in rows if (row["task"], row["line"]) == (task, line)])
+
+
+def goal_of(rows, task):
+    """Return the quality that is as good as dense training's at the end, on average over the seeds."""
+    return curves(rows, task, TIMED[task][0])[:, -1, 2].mean() + GOALS[TASKS[task].unit]
+
+
 def seconds_table():
-    """Return the table of seconds until a line first reaches the final accuracy of dense training less MARGIN."""
-    shown, wide = [], load("time_to_quality")["rows"]
-    goal = wide[0]["curve"][-1][2] - MARGIN
-    for row in wide:
-        reached = next((seconds for _, seconds, accuracy in row["curve"] if accuracy >= goal), "not reached")
-        _, seconds, accuracy = row["curve"][-1]
-        line = {"line": row["line"], f"s to {goal:.1f} %": reached, "s in total": seconds}
-        shown.append(line | {"accuracy at the end, %": f"{accuracy:.2f}"})
+    """Return the table of seconds until a line, on average over the seeds, is as good as dense training at the end."""
+    shown, rows = [], load("time_to_quality")["rows"]
+    for task, line in ((task, line) for task, lines in TIMED.items() for line in lines):
+        if len(found := curves(rows, task, line)):
+            goal, unit = goal_of(rows, task), TASKS[task].unit
+            mean, sign = found.mean(0), 1 if unit == "%" else -1
+            reached = next((seconds for _, seconds, quality in mean if sign * (quality - goal) >= 0), "not reached")
+            head = {"net": task, "line": line, "as good: at": f"{goal:.2f} {unit}", "s until then": reached}
+            shown.append(head | {"s in total": mean[-1, 1], "at the end": plus_minus(found[:, -1, 2])})
     return markdown(shown)
 
 
@@ -307,13 +346,13 @@ def tables():
 
 
 def draw():
-    """Draw accuracy against seconds."""
+    """Draw accuracy against seconds, means over the seeds."""
     figure, axes = style.axes_of(4)
-    wide = load("time_to_quality")["rows"]
-    own = {row["line"]: "" if "DDP" in row["line"] else "sparsecoll, " for row in wide}
-    names = style.draw(axes, {own[row["line"]] + row["line"]: [point[1:] for point in row["curve"]] for row in wide})
-    goal = wide[0]["curve"][-1][2] - MARGIN
-    axes.text(-3, goal + 0.05, f"dense, less {MARGIN}", color="grey", fontsize=9)
+    rows, own = load("time_to_quality")["rows"], {line: "" if line in DDP else "sparsecoll, " for line in TIMED["wide"]}
+    found = {own[line] + line: curves(rows, "wide", line) for line in own}
+    lines = {line: several.mean(0)[:, 1:].tolist() for line, several in found.items() if len(several)}
+    names, goal = style.draw(axes, lines), goal_of(rows, "wide")
+    axes.text(-3, goal + 0.05, f"dense, less {-GOALS['%']}", color="grey", fontsize=9)
     axes.axhline(goal, color="grey", linewidth=0.8, linestyle="--")
     axes.set(xlabel="seconds of training, 4 hosts with 1 Gb/s", ylabel="test accuracy, %", ylim=(goal - 6, goal + 1.5))
     style.spread(axes, names)
@@ -322,14 +361,12 @@ def draw():
 
 def main():
     """Run the missing rows."""
-    tasks = [name for name in TASKS if name != "wide"]
     virtual = {"ranks": [4, 8], "seeds": [0, 1, 2], "jobs": 1}  # jobs: runs at a time
-    options = harness.options(__doc__, tasks=tasks, lines=list(LINES), **virtual, validate=False, interface="")
-    if options.tasks == ["wide"]:
+    options = harness.options(__doc__, tasks=list(TASKS), lines=list(LINES), **virtual, validate=False, interface="")
+    if options.interface:
         comm = default_comm()  # over MPI
         harness.start_gloo(comm, options.interface)
-        wide = ({"line": line, "P": comm.size, **train(comm, "wide", line, 0, points=35)} for line in (*DDP, BEST))
-        harness.record(wide, options, comm.rank, hide=("curve",))
+        harness.record(timed_rows(options, comm), options, comm.rank, key=KEY, hide=("curve",))
     else:
         harness.record(rows(options), options, key=KEY, hide=("curve",))
 

@@ -1,6 +1,7 @@
 """Seconds that DiLoCo waits in a round, over links of any rate and delay, beside a plain sum by gloo.
 
-    python perf/testbed.py run --rate 100mbit --delay 20 -- python perf/diloco.py --json perf/results/diloco.json
+    python perf/testbed.py run --rate 100mbit --delay 20 -- \\
+        python perf/diloco.py --rate 100mbit --delay 20 --update --json perf/results/diloco.json
 
 A step sleeps for `--compute` seconds, and one of ten moves all parameters by noise; the time beyond that is waiting.
 Lines of torchft, where it is installed, are those of its own DiLoCo over gloo, each rank a replica group.

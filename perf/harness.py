@@ -33,7 +33,15 @@ def options(text, arguments=None, **defaults):
             parser.add_argument(flag, action="store_true")
         else:
             parser.add_argument(flag, nargs="*" if isinstance(default, list) else None, type=kind, default=default)
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.update and parsed.json is None:
+        parser.error("--update: expected --json, the file whose rows stay")
+    return parsed
+
+
+def kept_rows(options):
+    """Return the rows of the file that --update keeps."""
+    return json.loads(options.json.read_text())["rows"] if options.update and options.json.exists() else []
 
 
 def record(rows, options, rank=0, key=(), hide=()):
@@ -41,7 +49,7 @@ def record(rows, options, rank=0, key=(), hide=()):
 
     With --update, rows of the file stay unless a new row has the same values in the columns of `key`.
     """
-    kept = json.loads(options.json.read_text())["rows"] if options.update else []
+    kept = kept_rows(options)
     found = []
     for row in rows:
         found.append(row)

@@ -1,7 +1,6 @@
 """Seconds per training step with every compressor, SparseSGD, DistributedDataParallel over gloo, and sharded models.
 
     python perf/testbed.py run -- python perf/training.py --interface eth0 --json perf/results/training.json
-    python perf/testbed.py run -- python perf/training.py --work --models vgg --json perf/results/work.json
 
 docs/training.md and docs/fsdp.md have the other commands. A step is forward, backward, reduction, and the optimizer's,
 on random inputs; its time is that of the slowest rank. "plain" is torch.optim.SGD on each rank alone, or torch's FSDP
@@ -24,12 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sparsecoll.torch.fsdp
-from sparsecoll.telemetry import trace
 from sparsecoll.torch import DistributedOptimizer, SparseSGD
 from sparsecoll.torch.compressors import COVAP, QSGD, TopKCompressor, dgc, nesterovtopk, oktopk
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.all_ranks import allgather
-from sparsecoll.transport.progress import in_background
 
 LR, MOMENTUM = 0.01, 0.9
 COMPRESSORS = {
@@ -213,19 +210,6 @@ def measure(step, plain, options, comm):
     return row | {"x plain": float(np.median(slowest / beside[0])) if beside else 1.0}
 
 
-def work(step, options, comm):
-    """Return the CPU milliseconds of the progress thread in a step by kind of work, medians over the ranks."""
-    for _ in range(options.warm):
-        step()
-    transport, recording = as_transport(comm), trace.record(trace.Recorder(time.thread_time))
-    recorder = in_background(transport, recording.__enter__).result()
-    for _ in range(options.repeat):
-        step()
-    in_background(transport, lambda: recording.__exit__(None, None, None)).result()
-    mine = np.array(list(recorder.seconds.values())) * 1e3 / options.repeat
-    return dict(zip(trace.KINDS, np.median(allgather(transport, mine), axis=0).tolist(), strict=True))
-
-
 def rows(options, comm):
     """Measure every line, yield its row, the same on every rank."""
     for model in options.models:
@@ -236,7 +220,7 @@ def rows(options, comm):
             step = make()
             row = {"model": model, "parameters": sum(p.numel() for p in step.model.parameters())}
             row |= {"batch": options.batch, "P": comm.size, "line": name}
-            yield row | (work(step, options, comm) if options.work else measure(step, plain, options, comm))
+            yield row | measure(step, plain, options, comm)
             if isinstance(step.optimizer, DistributedOptimizer):
                 step.optimizer.close()
             plain = step if name == "plain" else plain
@@ -306,7 +290,7 @@ def tables():
 def main():
     """Measure and print; rank 0 saves the rows."""
     size = {"batch": 32, "bucket_bytes": 25 << 20, "nodes": 4}  # samples per rank; hosts, for `transformer`
-    run = {"work": False, "device": "cpu", "repeat": 6, "warm": 3, "no_gloo": False, "interface": ""}
+    run = {"device": "cpu", "repeat": 6, "warm": 3, "no_gloo": False, "interface": ""}
     options = harness.options(__doc__, models=["vgg", "mlp"], lines=[], **size, **run)
     comm = default_comm()
     torch.set_num_threads(1)
