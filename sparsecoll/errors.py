@@ -1,4 +1,4 @@
-"""Exceptions that only this library raises, and the check of an argument that is one of several."""
+"""Exceptions that only this library raises, and checks of arguments."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.network import Costs, Network
-from sparsecoll.transport.tags import REVOKE_TAG, CallMismatch
+from sparsecoll.transport.tags import CallMismatch
 
 Route = tuple[Hashable, int, int]  # (communicator, source, destination), which are ranks of the world
 
@@ -326,9 +326,6 @@ class SimTransport(Transport):
             source = self._wait(missing, "the report", False)
             message = self._next(source)
             yield source, message.tag, message.content
-
-    def revoke(self, report: Buffer) -> None:
-        self._send_to_all(report, REVOKE_TAG)
 
     # Objects that a program sends by its communicator: not counted, and without a duration
 

@@ -41,8 +41,8 @@ def as_vector(x: Any) -> Vector:
 
     Args:
         x: one of the following, with values of bool, int8 to int64, uint8 to uint64, float16 to float64, complex64,
-            complex128 or ml_dtypes.bfloat16, in either byte order. An
-            n-dimensional x becomes one vector in C order.
+            complex128 or ml_dtypes.bfloat16, in either byte order. An n-dimensional
+            x becomes one vector in C order.
 
             - SparseVector, DenseVector, or a tuple (indices, values, length);
             - SciPy sparse array or matrix of any format: explicit zeros stay, duplicates are summed;

@@ -32,6 +32,7 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import DenseVector, SparseVector
 
 DENSE = Dense()
+NO_MESSAGES = "compressor: expected one with encoded() and combined(), such as 'chunktopk', got {!r}"
 
 
 @dataclass
@@ -172,18 +173,14 @@ class Compressor(ABC):
 
     def encoded(self, message: Any) -> Array:
         """Return what `compress` has returned as bytes, as all ranks get it; see `combined`."""
-        raise TypeError(
-            f"compressor: expected one with encoded() and combined(), such as 'chunktopk', got {self.name!r}"
-        )
+        raise TypeError(NO_MESSAGES.format(self.name))
 
     def combined(self, blocks: Sequence[Array]) -> Any:
         """Return what `communicate` returns, from all ranks' `encoded` messages.
 
         `update` then gets None for the message if this rank's is not among them.
         """
-        raise TypeError(
-            f"compressor: expected one with encoded() and combined(), such as 'chunktopk', got {self.name!r}"
-        )
+        raise TypeError(NO_MESSAGES.format(self.name))
 
     def add_mean(self, values: Array, reduced: Any, scale: float) -> None:
         """Add scale * the mean of what `combined` has returned to `values`."""

@@ -113,7 +113,7 @@ class Group:
         """Return the number by which torch divides gradients after they have been reduced.
 
         It is 1 unless torch sums instead of averaging: for `values` of float16 or float64, which it also divides by a
-            part of the number of ranks before, and with `set_force_sum_reduction_for_comms`.
+        part of the number of ranks before, and with `set_force_sum_reduction_for_comms`.
         """
         group = self._group
         _, after, *_ = _get_gradient_divide_factors(

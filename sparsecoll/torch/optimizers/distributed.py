@@ -98,6 +98,8 @@ class Wrapper(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 
+        A LocalOptimizer that was saved while a delayed mean was formed continues without that mean.
+
         The state_dict of a plain optimizer is accepted, too; residuals are then empty, and rank 0 warns if they were
         not. If a framework loads rank 0's state on all ranks, register a hook that replaces the part "sparsecoll" by
         this rank's own (`register_load_state_dict_pre_hook`). With LocalOptimizer, load the model's state before, the

@@ -133,9 +133,9 @@ class Engine(Reducer):
         take_over(self, others, own)
 
     def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
-        """Leave a parameter to the owner whose optimizer steps it. If both step it, the later one replaces this one,
+        """Leave a parameter to the owner whose optimizer steps it.
 
-        as when a cell of a notebook is run again.
+        If both step it, the later one replaces this one, as when a cell of a notebook is run again.
         """
         if not self.closed and id(p) not in self.members.stepped():
             self.discard()

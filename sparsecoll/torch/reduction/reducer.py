@@ -2,7 +2,7 @@
 
 Gradients are copied into buckets as autograd completes them, and the progress thread reduces one bucket after the other
 on trial. Then the ranks tell each other whether all have succeeded, and only then gradients become means.
-docs/architecture.md has a table of their states.
+`steps.State` and `steps.TRANSITIONS` are their states.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def agreed(transport: Transport, timeout: float | None) -> Iterator[None]:
 
 
 def agreeing(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a collective method: it runs in the context manager that `path()` returns.
+    """Decorator of a collective method, whose exceptions leave it through the context manager that `path()` returns.
 
     Args:
         path: attributes that lead from the object to a function, such as "replica.agreed".
