@@ -330,7 +330,7 @@ def seconds_table():
             goal, unit = goal_of(rows, task), TASKS[task].unit
             mean, sign = found.mean(0), 1 if unit == "%" else -1
             reached = next((seconds for _, seconds, quality in mean if sign * (quality - goal) >= 0), "not reached")
-            head = {"net": task, "line": line, "as good: at": f"{goal:.2f} {unit}", "s until then": reached}
+            head = {"net": task, "line": line, "s until as good": reached}
             shown.append(head | {"s in total": mean[-1, 1], "at the end": plus_minus(found[:, -1, 2])})
     return markdown(shown)
 

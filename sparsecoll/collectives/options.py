@@ -286,7 +286,8 @@ def index_of_nan(x: Vector) -> Iterator[None]:
 def check_root(root: Any, transport: Transport) -> int:
     """Return `root` as an int; raise ValueError unless it is a rank of the communicator."""
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < transport.size:
-        raise ValueError(f"root: expected a rank from 0 to {transport.size - 1}, got {root!r}")
+        found = "an operation of MPI: use op=" if type(root).__name__ == "Op" else repr(root)
+        raise ValueError(f"root: expected a rank from 0 to {transport.size - 1}, got {found}")
     return int(root)
 
 
