@@ -59,6 +59,11 @@ def test_indices_of():
     assert private.indices_of(SPARSE).tolist() == [[2, 0, 2]]
 
 
+def test_base_of():
+    x = torch.sparse_coo_tensor([[1]], torch.tensor([1 + 2j]), (5,), check_invariants=False)
+    assert private.base_of(torch.view_as_real(x)) is x and private.base_of(x) is None
+
+
 def test_is_flat():
     assert private.is_flat(FlatParameter(torch.zeros(3))) and not private.is_flat(torch.nn.Parameter(torch.zeros(3)))
 

@@ -21,7 +21,14 @@ from sparsecoll.torch.backend.lowbit import LowBitSums
 from sparsecoll.torch.backend.options import Options, resolve
 from sparsecoll.torch.backend.work import Call, Watched
 from sparsecoll.torch.replica.calls import collective
-from sparsecoll.torch.tensors.private import inner_backends, seconds_of, serve_by, serve_monitored_barrier, untraced
+from sparsecoll.torch.tensors.private import (
+    base_of,
+    inner_backends,
+    seconds_of,
+    serve_by,
+    serve_monitored_barrier,
+    untraced,
+)
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.call import CollectiveCall
@@ -109,7 +116,7 @@ class ProcessGroupSparsecoll(ProcessGroup):
             raise ValueError(
                 f"op: expected SUM, or AVG of floats, for a sparse tensor of {x.dtype}: use a dense one (x.to_dense())"
             )
-        base = x._base if x._is_view() else None  # torch passes a view of a complex tensor
+        base = base_of(x)  # torch passes a view of a complex tensor
         local, wire = x.detach().cpu(), None
         if x.dtype is torch.bfloat16:  # NumPy has none
             local, wire = local.float(), "bfloat16"

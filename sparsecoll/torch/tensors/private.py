@@ -40,6 +40,11 @@ def indices_of(t: torch.Tensor) -> torch.Tensor:
     return t._indices()
 
 
+def base_of(t: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of which one is a view, None for no view; nothing public tells it."""
+    return t._base if t._is_view() else None
+
+
 def is_flat(p: torch.Tensor) -> bool:
     """Return whether this is a flat parameter of FullyShardedDataParallel; in place of its class, which is private."""
     return getattr(p, "_is_flat_param", False)
