@@ -124,7 +124,9 @@ class ProcessGroupSparsecoll(ProcessGroup):
         y = allreduce(call.transport, local, **options)
         if base is not None and base.is_complex():
             x, values = base, torch.view_as_complex(y.values().contiguous())
-            y = torch.sparse_coo_tensor(y.indices(), values, x.shape, is_coalesced=True, check_invariants=False)
+            y = torch.sparse_coo_tensor(
+                y.indices(), values, x.shape, device=values.device, is_coalesced=True, check_invariants=False
+            )
         x.copy_(y)
 
     def _passed(self, name: str, *args: Any, **kwargs: Any) -> Any:
