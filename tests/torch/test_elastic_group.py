@@ -13,6 +13,7 @@ from nets import batch, bits, close, loss_of, net, parameters  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import ElasticGroup, LocalOptimizer  # noqa: E402
+from sparsecoll.torch.reduction import rounds  # noqa: E402
 
 OPTIONS = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "dense_below": 0}
 
@@ -264,6 +265,32 @@ def test_a_first_worker_that_dies_before_its_state_is_replaced(monkeypatch):
     assert "c has begun in place of b" in failed[0]
     together(*(lambda rank=rank: train(rank, optimizers[rank], models[rank], 8) for rank in range(2)))
     assert bits(models[0]) == bits(models[1])
+
+
+def test_a_first_state_may_take_longer_than_the_deadline(monkeypatch):
+    store, began = dist.HashStore(), threading.Event()
+    monkeypatch.setattr(rounds, "PIECE", 4000)
+    write = store.set
+
+    def slowly(key, value):
+        if key.startswith("state/0/a."):
+            began.set()
+            time.sleep(0.25)
+        write(key, value)
+
+    class Slow:
+        def __getattr__(self, name):
+            return slowly if name == "set" else getattr(store, name)
+
+    models = [net(), net()]
+
+    def second():
+        assert began.wait(60)
+        return made(store, models[1], "b", deadline=0.6)
+
+    first, other = together(lambda: made(Slow(), models[0], "a", deadline=60), second)
+    assert store.get("first") == b"a" and first is not other
+    together(*(lambda r=r, o=o: train(r, o, models[r], 8) for r, o in enumerate((first, other))))
 
 
 def test_a_state_with_residuals_of_small_parameters_is_taken():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import socket
@@ -159,13 +160,15 @@ class ElasticGroup:
         if self._store.check([f"left/{self.name}"]):
             self._store.delete_key(f"left/{self.name}")
         first = self._store.compare_set("first", "", self.name).decode()
-        if first != self.name:
+        while first != self.name:
+            pieces = self._pieces(first)
             try:
                 return self.newest()
-            except CommunicationError:  # the first worker has died before its state was there: one takes its place
-                here = self._get("state") is not None
-                if here or self._store.compare_set("first", first, self.name).decode() != self.name:
+            except CommunicationError:  # if the first worker has died before its state was there, one takes its place
+                if self._get("state") is not None:
                     return self.newest()
+                if self._pieces(first) == pieces:  # it is not writing them
+                    first = self._store.compare_set("first", first, self.name).decode()
         self.mark(-1)
         return None
 
@@ -181,6 +184,10 @@ class ElasticGroup:
                 return state.tobytes()
             if time.monotonic() > ends:
                 raise CommunicationError(f"store: expected the state of the others within {self.deadline} s, got none")
+
+    def _pieces(self, first: str) -> int:
+        """Return how much of the first state is in the store."""
+        return next(i for i in itertools.count() if not self._store.check([f"state/0/{first}.{i}"]))
 
     def _state(self, number: int, first: str = "") -> str:
         """Return the key of a state; that of round 0 has the name of its worker, the first one."""
