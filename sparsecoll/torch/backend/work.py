@@ -76,7 +76,7 @@ class Watched(Work):
         try:
             return bool(self._work.wait(timeout))
         except RuntimeError as error:
-            if not self._work.is_completed() and "onnection" not in str(error):  # waited long enough
+            if not self._work.is_completed() and "onnection" not in str(error):  # its time is over, not the call
                 raise
             raise self._named(error) from error
 
