@@ -288,15 +288,15 @@ def test_a_head_that_is_replaced_again_and_again(wrapper, how):
 
 
 @pytest.mark.parametrize("taken", [True, False])
-@pytest.mark.parametrize("how", ["unfreeze", "move", "add"])
+@pytest.mark.parametrize("how", ["unfreeze", "move", "add", "add known"])
 def test_buckets_that_are_made_again_between_backward_and_step(how, taken):
     """Residuals keep what gradients have left there if the step is taken, and are as before if it is skipped."""
 
     def program(comm):
-        a, b = (torch.nn.Parameter(torch.zeros(400), requires_grad=name == "a") for name in "ab")
+        a, b = (torch.nn.Parameter(torch.zeros(400), requires_grad=name == "a" or "k" in how) for name in "ab")
         known = {"a": a} if how == "add" else {"a": a, "b": b}
         compressor = TopKCompressor(0.05, algo="allgather")
-        inner = torch.optim.SGD(known.values(), 1.0)
+        inner = torch.optim.SGD([a] if "add" in how else [a, b], 1.0)
         optimizer = DistributedOptimizer(inner, known.items(), comm, compressor, dense_below=0)
         generator = torch.Generator().manual_seed(comm.rank)
 
@@ -325,6 +325,49 @@ def test_buckets_that_are_made_again_between_backward_and_step(how, taken):
 
     results = simulate(2, program).results
     torch.testing.assert_close(-2 * results[0][0], sum(moved for _, moved in results))
+
+
+@pytest.mark.parametrize("how", ["thrown away", "zeroed", "kept", "another optimizer", "saved"])
+def test_residuals_of_parameters_that_the_optimizer_does_not_have(how):
+    """One leaves nothing behind if its gradients are thrown away; added later, it begins as in torch."""
+
+    def program(comm):
+        a, b = (torch.nn.Parameter(torch.zeros(400)) for _ in "ab")
+        compressor = TopKCompressor(0.05, algo="allgather")
+        inner = torch.optim.SGD([a], 1.0)
+        optimizer = DistributedOptimizer(inner, [("a", a), ("b", b)], comm, compressor, dense_below=0)
+        other = torch.optim.SGD([b], 1.0)
+        generator = torch.Generator().manual_seed(comm.rank)
+        given = torch.zeros(2, 400)
+
+        def step():
+            gradients = torch.randn(2, 400, generator=generator)
+            (a * gradients[0] + b * gradients[1]).sum().backward()
+            optimizer.step()
+            return gradients
+
+        for _ in range(4):
+            given += step()
+            if how == "another optimizer":
+                other.step()
+            for p in (a,) if how == "kept" else (a, b):
+                p.grad = None if how != "zeroed" else p.grad.zero_()
+        if how not in ("kept", "another optimizer"):
+            given[1] = 0
+        if how == "saved":
+            optimizer.zero_grad()
+            state = {**optimizer.state_dict(), **{kind: inner.state_dict()[kind] for kind in ("state", "param_groups")}}
+            optimizer.load_state_dict(state)
+        if how != "another optimizer":
+            optimizer.add_param_group({"params": [b]})
+        given += step()
+        if how == "another optimizer":
+            other.step()
+        residuals = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
+        return torch.stack([a.detach(), b.detach()]), given - torch.stack([residuals["a"], residuals["b"]])
+
+    results = simulate(2, program).results
+    torch.testing.assert_close(-2 * results[0][0], sum(sent for _, sent in results))
 
 
 def test_one_rank_without_mpirun_and_close():

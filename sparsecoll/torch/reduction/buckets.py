@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class Buckets:
         self._parked: Tensors = {}  # tensors of parameters that are in no bucket
         self.pending = False
         self._base: Tensors = {}  # as of the last step, of buckets that were released after such a reduction
+        self._before: Tensors = {}  # as of the step before, of parameters without one in the last step
         self._warned = False  # whether rank 0 has warned that residuals are lost
         self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
 
@@ -192,6 +193,20 @@ class Buckets:
             bucket.versions.commit()
         self.pending, self._base = False, {}
 
+    def keep(self, names: Set[str]) -> None:
+        """Before `commit`, keep the state of the last step of parameters that may have had no step: see `revert`."""
+        self._before = {}
+        for state in (*(compressor.state() for _, compressor in self), self._base) if names else ():
+            for kind in state.keys() - self._compressor.replicated_state:
+                own = {name: state[kind][name].detach().clone() for name in state[kind].keys() & names}
+                self._before.setdefault(kind, {}).update(own)
+
+    def revert(self, name: str) -> None:
+        """Return to the state of the step before for a parameter that had no step."""
+        kept = {kind: {name: entries[name]} for kind, entries in self._before.items() if name in entries}
+        if name in self._replica.params:
+            self._parked = restore([compressor for _, compressor in self], joined(self._parked, kept))
+
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Return to the state of the last step, for all parameters or for those named."""
         if self._base:
@@ -211,10 +226,15 @@ class Buckets:
 
     # -- saved state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors by kind and parameter name as of the last step, and other state by bucket."""
+    def state_dict(self, unstepped: Set[str] = frozenset()) -> dict[str, Any]:
+        """Return tensors by kind and parameter name as of the last step, and other state by bucket.
+
+        Args:
+            unstepped: parameters that `keep` was told of, and that had no step since.
+        """
         for _, compressor in self:
             compressor.sync(self._replica.transport)  # what the next call would drop
+        before = {kind: {n: t for n, t in own.items() if n in unstepped} for kind, own in self._before.items()}
         extra = [[list(c.layout.names), json.dumps(c.extra_state())] for _, c in self]
         waiting = [[list(names), text] for names, text in self._extra.items()]
         return {
@@ -226,7 +246,9 @@ class Buckets:
             "order": list(self.order),
             "rows": sorted(self._rows),
             "dense": sorted(self._dense),
-            "tensors": joined(collect([compressor for _, compressor in self], self._parked), self._base),
+            "tensors": joined(
+                joined(collect([compressor for _, compressor in self], self._parked), self._base), before
+            ),
             "buckets": extra + waiting,
         }
 
@@ -265,6 +287,7 @@ class Buckets:
         if not own["compressor"]:
             self._warn_of_loss()
         self._pairs, self.index_of, self._parked, self._base = [], {}, own["tensors"], {}  # all or none
+        self._before = {}
         self.pending = False
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows, self._dense = (set(own.get(kind, ())) & set(replica.params) for kind in ("rows", "dense"))

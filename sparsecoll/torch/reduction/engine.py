@@ -72,7 +72,7 @@ class Engine(Reducer):
         self.replica.context.momenta = partial(momenta_of, optimizer, self.params)
         self.replica.shared_options = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
-        self._hooks = Hooks(self, self.means.accumulating)
+        self._hooks = Hooks(self, self.accumulating)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
         if transport.rank == 0:
             warn_of_adam(optimizer, compressor)
@@ -111,7 +111,8 @@ class Engine(Reducer):
                     **names_in_groups(self._optimizer, {**self.params, **params}),
                     STATES: 0 if self.params else checksum_of_state(self._optimizer),
                 }
-                self.replica.introduce(params, signature, lambda: check_added(new, stay))
+                with self.steps.passing_over():
+                    self.replica.introduce(params, signature, lambda: check_added(new, stay))
                 if self.number < 0:
                     self.number = enlist(self)
                 others, stepped = others_of(self, new), self.members.stepped()
@@ -183,6 +184,11 @@ class Engine(Reducer):
             self._synchronizing = before
 
     # -- back-propagation
+
+    def accumulating(self, name: str) -> None:
+        """Called before autograd adds to a gradient."""
+        self.means.accumulating(name)
+        self.steps.settle({name})
 
     @agreeing("failing")
     def accumulated(self, name: str) -> None:
@@ -275,6 +281,8 @@ class Engine(Reducer):
         """Called when the optimizer has stepped."""
         if self.closed:
             return
+        stepped = self.members.stepped()
+        self.steps.leave_out({name for name in self.means if id(self.params[name]) not in stepped})
         self.commit()
         self._compare_if_due()
 
@@ -356,7 +364,7 @@ class Engine(Reducer):
         if self.gradients.are(State.SENDING, State.STALE):
             raise RuntimeError("call state_dict() after back-propagation, not while gradients are reduced")
         self.commit_if_updated()
-        return {STATE: renamed_state(self.buckets.state_dict(), self.members.kept())}
+        return {STATE: renamed_state(self.buckets.state_dict(self.steps.unstepped), self.members.kept())}
 
     def _compare_states(self, call: CollectiveCall) -> None:
         call.signature[STATES] = checksum_of_state(self._optimizer)

@@ -263,6 +263,7 @@ class Reducer(Owner):
             self._open()
         if not self.buckets:
             self.make_buckets()
+        self.steps.settle()
         self._begin_scaling()  # unscale_() may have been called since
         self._send_rest()
         if self.gradients.are(State.LOCAL):

@@ -12,10 +12,11 @@ A step makes the residuals permanent; one that is skipped restores them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Set
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -118,6 +119,7 @@ class Steps:
         self._inside: Any = None  # whose step() calls a closure
         self._entered = False  # whether the loop had updated parameters by itself when that began
         self._found: tuple[list[str], NDArray[Any]] | None = None  # what all ranks have found out about parameters
+        self._doubtful: dict[str, _Mark] = {}  # of parameters that the last step left out
 
     def accept(self, params: Named) -> None:
         """Accept a reduction: gradients of these parameters are its means, and residuals those that it left."""
@@ -184,6 +186,25 @@ class Steps:
             self._count_step()
         self._by_hand = by_hand
         self.gradients.throw_away()
+
+    def leave_out(self, names: Set[str]) -> None:
+        """Before `commit`: the optimizer has not stepped these parameters, of which another one may have the rest."""
+        self._doubtful = {name: self._marks[name] for name in names & self._marks.keys()}
+        self._buckets.keep(self._doubtful.keys())
+
+    @property
+    def unstepped(self) -> set[str]:
+        """Those of the parameters left out by the last step that have not changed."""
+        return {name for name, mark in self._doubtful.items() if not mark.has_changed()}
+
+    def settle(self, names: Iterable[str] | None = None) -> None:
+        """Before new gradients of these parameters: a mean that was thrown away without a step leaves no residual."""
+        names = set(self._doubtful) if names is None else self._doubtful.keys() & names
+        for name in names & self.unstepped if names else ():
+            if self._doubtful[name].of_gradient() == GONE:
+                self._buckets.revert(name)
+        for name in names:
+            del self._doubtful[name]
 
     def _count_step(self) -> None:
         self._replica.context.step += 1
@@ -256,6 +277,14 @@ class Steps:
         """Called when parameters were written to, but not by a step."""
         self._marks = {name: _mark(mark.param) for name, mark in self._marks.items()}
 
+    @contextlib.contextmanager
+    def passing_over(self) -> Iterator[None]:
+        """Context manager in which parameters are written to, but not by a step."""
+        marks = [(own, name) for own in (self._marks, self._doubtful) for name in own if not own[name].has_changed()]
+        yield
+        for own, name in marks:
+            own[name] = _mark(own[name].param)._replace(gradient=own[name].gradient)
+
 
 Known = weakref.WeakSet[torch.optim.Optimizer]
 _FOLLOWING: weakref.WeakKeyDictionary[Steps, tuple[Compressor, Known | None]] = weakref.WeakKeyDictionary()
@@ -318,6 +347,10 @@ class _Mark(NamedTuple):
         """Return whether a value of the sample has changed."""
         length = self.sample.shape[0] if self.sample.dim() else 1
         return not torch.equal(_part(own_part(self.param), self.start, length), self.sample)
+
+    def has_changed(self) -> bool:
+        """Return whether the parameter has changed, as far as this shows."""
+        return self.is_old() or self.differs()
 
     def of_gradient(self) -> str:
         """Return KEPT, ZERO or GONE."""
