@@ -5,7 +5,7 @@ import torch
 
 import sparsecoll
 from sparsecoll import CommunicationError, simulate
-from sparsecoll.torch.replica.calls import CHANGED, JOINED, NOTHING, SUSPECT, Row
+from sparsecoll.torch.replica.calls import CHANGED, JOINED, NO_OUTCOME, SUSPECT, Row
 from sparsecoll.transport.all_ranks import NEAR_RANKS
 from sparsecoll.transport.call import CollectiveCall
 
@@ -70,7 +70,7 @@ def test_training_is_over_when_no_rank_has_data(P):
         assert outcome.joined and outcome.over and outcome.step is None and outcome.same_options
         assert (outcome.most, outcome.furthest) == (min(P - 1, 2), min(P - 1, 2)) and outcome.root == 0
         assert not outcome.used and outcome.modules == [False]
-    assert not NOTHING.over and not NOTHING.joined
+    assert not NO_OUTCOME.over and not NO_OUTCOME.joined
 
 
 def test_other_numbers_of_steps_raise_and_name_the_ranks():

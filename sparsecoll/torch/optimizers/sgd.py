@@ -22,7 +22,7 @@ from sparsecoll.torch.reduction.state import STATE
 from sparsecoll.torch.replica.calls import (
     MEMBERS,
     Options,
-    Round,
+    Outcome,
     agreed,
     agreeing,
     collective,
@@ -259,7 +259,7 @@ class SparseSGD(torch.optim.Optimizer):
                 if group["momentum"] and p.grad is not None and id(p) not in sparse and not self._flat.keeps_momentum:
                     self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
-    def _reduced(self, scaling: Scaling | None = None) -> tuple[Round, Sums]:
+    def _reduced(self, scaling: Scaling | None = None) -> tuple[Outcome, Sums]:
         """Sum acc over the ranks. No state changes yet, and all ranks know that all have succeeded."""
         if self._watch is not None:
             self._watch.over(self._flat.names)
@@ -275,20 +275,20 @@ class SparseSGD(torch.optim.Optimizer):
                 return outcome, sums
             self._flat.lay_out(outcome.trainable)
 
-    def _round(self) -> Round:
+    def _round(self) -> Outcome:
         """Agree on whether the sums succeeded, and on which parameters have gradients. Collective."""
         groups, names = self.param_groups, self._flat.names
         live = {p for group in groups for p in group["params"] if group["lr"] != 0 or group["momentum"] != 0}
         here = self._replica.stopped_at is None
         row = self._replica.row(0, [here and takes_part(p) and p in live for p in names])
 
-        def digest(outcome: Round) -> int | None:
+        def digest(outcome: Outcome) -> int | None:
             first = not outcome.most and outcome.trainable == self._flat.laid_out
             return fingerprint(names) if first and self._replica.transport.size > 1 else None
 
         return self._replica.agree("end of step", row, digest)
 
-    def _update(self, outcome: Round, sums: Sums) -> None:
+    def _update(self, outcome: Outcome, sums: Sums) -> None:
         """Update parameters, residuals and buffers by sums that are the same on all ranks."""
         self._replica.broadcast_buffers(outcome)
         if sums:

@@ -21,7 +21,7 @@ from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.rows import RowSum
 from sparsecoll.torch.reduction.state import STATE, renamed_state
-from sparsecoll.torch.replica.calls import Round
+from sparsecoll.torch.replica.calls import Outcome
 from sparsecoll.torch.replica.replica import Replica, changes
 from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.torch.tensors.model import Named
@@ -127,7 +127,7 @@ class Accumulator(Owner):
         self._buckets.release()
         self.laid_out = set()
 
-    def fits(self, outcome: Round) -> bool:
+    def fits(self, outcome: Outcome) -> bool:
         """Return whether the buckets are those of the parameters that take part, each with its kind of gradient."""
         learned = self._buckets.learn(outcome.rows, outcome.dense)
         return outcome.trainable == self.laid_out and not learned

@@ -12,7 +12,7 @@ import torch
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.means import Means, Trial, check_mean
 from sparsecoll.torch.reduction.rounds import ElasticGroup, Missed
-from sparsecoll.torch.replica.calls import JOINED, LATE, Round
+from sparsecoll.torch.replica.calls import JOINED, LATE, Outcome
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Named, are_equal
 from sparsecoll.transport.all_ranks import joined, separated
@@ -82,11 +82,11 @@ class ElasticMeans(Means):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def turn(self, flags: int = 0) -> Round:
+    def turn(self, flags: int = 0) -> Outcome:
         if flags & JOINED:  # a worker without data takes a last mean, and leaves
             self.mean()
             self._group.leave()
-            return Round(JOINED)
+            return Outcome(JOINED)
         self._catch_up(1)
         return super().turn(flags)
 
@@ -112,7 +112,7 @@ class ElasticMeans(Means):
     def _make_buckets(self, flags: int) -> None:
         self._buckets.make({name for name, p in self._params.items() if takes_part(p)})
 
-    def _form(self, trial: Trial) -> tuple[Round, float]:
+    def _form(self, trial: Trial) -> tuple[Outcome, float]:
         number, buckets, _, weight, failed, take = trial
         self.replica.context.step = number
         if failed is not None:
@@ -131,7 +131,7 @@ class ElasticMeans(Means):
         total = math.fsum(one.weight for one in found)
         self.replica.context.step = number + 1
         trainable = {name for bucket, _ in buckets for name in bucket.layout.names}
-        return Round(0 if included else LATE, number, trainable=trainable), len(found) / total if total else 1.0
+        return Outcome(0 if included else LATE, number, trainable=trainable), len(found) / total if total else 1.0
 
     def _accept(self, bucket: Bucket, flags: int) -> None:
         if flags & LATE:
@@ -163,7 +163,7 @@ class ElasticMeans(Means):
         self.drop()
         self._group.leave()
 
-    def _take(self) -> Round:
+    def _take(self) -> Outcome:
         number = self._under_way[0].number
         try:
             outcome = super()._take()
@@ -172,7 +172,7 @@ class ElasticMeans(Means):
             self._load_shared(self._group.newest())
             self._follow(before)
             self.steps = 0
-            return Round(LATE)
+            return Outcome(LATE)
         self._group.number = number + 1
         size = sum(t.nbytes for t in self._shared.values()) * 2
         if not self._under_way:

@@ -26,7 +26,7 @@ from sparsecoll.torch.reduction.hooks import (
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import STATE, renamed_state
 from sparsecoll.torch.reduction.steps import State
-from sparsecoll.torch.replica.calls import NOTHING, Options, agreeing, mean_of_loss
+from sparsecoll.torch.replica.calls import NO_OUTCOME, Options, agreeing, mean_of_loss
 from sparsecoll.torch.replica.guards import (
     NO_MEAN,
     checksum_of_state,
@@ -85,7 +85,7 @@ class Engine(Reducer):
         self.asked = False
         before = getattr(optimizer, "register_step_pre_hook", None)
         self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
-        self._outcome = NOTHING  # of the last reduction
+        self._outcome = NO_OUTCOME  # of the last reduction
         self.number = -1
 
     # -- parameters
@@ -172,7 +172,7 @@ class Engine(Reducer):
         self.steps.pass_over()
         self.number = enlist(self)
         self.gradients.to(State.EMPTY)  # gradients are reduced again, unless zero_grad() skips the step
-        self.asked, self._outcome = False, NOTHING
+        self.asked, self._outcome = False, NO_OUTCOME
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -227,7 +227,7 @@ class Engine(Reducer):
             name = f"end of reduction of optimizer {self.number}"
             self._outcome = self.reduce(name, self.regroup)
         except NonFiniteError:
-            self._outcome = NOTHING
+            self._outcome = NO_OUTCOME
         if self.replica.warmed and self._guard is not None:
             self._guard.remove()
 
@@ -345,7 +345,7 @@ class Engine(Reducer):
             yield
         self.commit_if_updated()
         self.discard()
-        self._outcome = NOTHING
+        self._outcome = NO_OUTCOME
         with self.replica.leaving():
             while not self._outcome.over:
                 self.buckets.commit()

@@ -22,7 +22,7 @@ from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 
 
-class Means:
+class MeanGradients:
     """The parameters of `params`, which may grow, that have been reduced since the last step; iterates over names."""
 
     def __init__(self, params: Named) -> None:

@@ -18,7 +18,7 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.pace import Mean
 from sparsecoll.torch.reduction.window import Window
-from sparsecoll.torch.replica.calls import JOINED, MEMBERS, Round, Row
+from sparsecoll.torch.replica.calls import JOINED, MEMBERS, Outcome, Row
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import is_finite, own_part
@@ -90,7 +90,7 @@ class Means(Window):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def turn(self, flags: int = 0) -> Round:
+    def turn(self, flags: int = 0) -> Outcome:
         """Begin the next mean, and take it at once unless it has a delay. Collective.
 
         Args:
@@ -100,7 +100,7 @@ class Means(Window):
             NonFiniteError: a parameter is NaN or infinite on some rank; nothing has changed.
             CommunicationError: some rank failed; nothing has changed.
         """
-        pace, outcome = self._pace, Round()
+        pace, outcome = self._pace, Outcome()
         while len(self._under_way) > pace.under_way:
             self._take()
         self._begin(pace.fragment(self._next), flags, pace.delay)
@@ -150,7 +150,7 @@ class Means(Window):
         self._under_way.append(Mean(number, fragment, moved, buckets, flags, steps, due, delay > 0, result))
         self._number, self.steps = number + 1, 0
 
-    def _form(self, trial: Trial) -> tuple[Round, float]:
+    def _form(self, trial: Trial) -> tuple[Outcome, float]:
         """Form a mean on trial; return what the ranks have told each other, and a factor. Collective."""
         replica, (number, buckets, row, weight, failed, take) = self.replica, trial
         replica.context.step = number
@@ -165,9 +165,9 @@ class Means(Window):
 
     def _make_buckets(self, flags: int) -> None:
         """Make the buckets of all parameters that have moved on a rank. Collective."""
-        replica, outcome = self.replica, Round(MEMBERS)
+        replica, outcome = self.replica, Outcome(MEMBERS)
 
-        def digest(outcome: Round) -> int | None:
+        def digest(outcome: Outcome) -> int | None:
             first = not outcome.most and replica.transport.size > 1
             return fingerprint(self._own.values()) if first else None
 
@@ -230,7 +230,7 @@ class Means(Window):
 
         self.replica.call(self._name, reduce, "gather" if pairs[0][1].sends_at_once else "")
 
-    def _take(self) -> Round:
+    def _take(self) -> Outcome:
         """Wait for the oldest mean that is under way, and take it, on all ranks or on none. Collective."""
         mean = self._under_way[0]
         with self._all_or_none():
@@ -270,7 +270,7 @@ class Means(Window):
             self._buckets.release()
             raise
 
-    def _take_again(self, mean: Mean, outcome: Round) -> Round:
+    def _take_again(self, mean: Mean, outcome: Outcome) -> Outcome:
         """Form a mean once more, because parameters take part that its buckets lack, or others do not. Collective."""
         steps = self.steps + sum(later.steps for later in self._under_way[1:])
         self.drop()

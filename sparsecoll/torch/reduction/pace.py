@@ -13,7 +13,7 @@ import torch
 from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
-from sparsecoll.torch.replica.calls import Round
+from sparsecoll.torch.replica.calls import Outcome
 from sparsecoll.torch.tensors.model import Named
 
 
@@ -117,7 +117,7 @@ class Mean:
     steps: int
     due: int
     delayed: bool
-    result: Future[tuple[Round, float]]
+    result: Future[tuple[Outcome, float]]
 
 
 class Outer(torch.optim.SGD):

@@ -23,9 +23,9 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.hooks import Means, Owner, is_shared
+from sparsecoll.torch.reduction.hooks import MeanGradients, Owner, is_shared
 from sparsecoll.torch.reduction.steps import State, Steps
-from sparsecoll.torch.replica.calls import CHANGED, MEMBERS, NOTHING, Round, Row
+from sparsecoll.torch.replica.calls import CHANGED, MEMBERS, NO_OUTCOME, Outcome, Row
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.model import Seen
@@ -60,7 +60,7 @@ class Reducer(Owner):
         self.nonfinite: NonFiniteError | None = None
         self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
         self._finite = not compressor.passes_nonfinite
-        self.means = Means(replica.params)
+        self.means = MeanGradients(replica.params)
         self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
         self._threads = torch.get_num_threads()
         self._end()
@@ -202,17 +202,17 @@ class Reducer(Owner):
                     assert rows.size
                 raise NonFiniteError(f"gradient of {name!r}: expected a finite sum over the ranks, got an overflow")
 
-    def _wait(self, name: str, row: Row, digest: int | None) -> Round:
+    def _wait(self, name: str, row: Row, digest: int | None) -> Outcome:
         """Wait for all buckets, and tell all ranks whether this one succeeded; raise the exception of any of them.
 
         Args:
             digest: of this rank's own gradients, which are compared in the first reduction.
         """
 
-        def agree() -> Round:
+        def agree() -> Outcome:
             failed = self._failed
             known = getattr(failed, "on_all_ranks", False)
-            return NOTHING if known else self.replica.agree(name, row, lambda _: digest, failed)
+            return NO_OUTCOME if known else self.replica.agree(name, row, lambda _: digest, failed)
 
         start = time.perf_counter()
         last: Future[Any] = in_background(self.replica.transport, agree)
@@ -220,12 +220,12 @@ class Reducer(Owner):
         self.seconds["exposed"] += time.perf_counter() - start
         if last.exception() is None and self._failed is not None:
             raise self._failed
-        outcome: Round = last.result()
+        outcome: Outcome = last.result()
         return outcome
 
     # -- at the end of back-propagation
 
-    def reduce(self, name: str, regroup: Callable[[], None]) -> Round:
+    def reduce(self, name: str, regroup: Callable[[], None]) -> Outcome:
         """Send the rest, wait for all, and make gradients the means; raise as `Engine.synchronize`. Collective.
 
         Args:
@@ -255,7 +255,7 @@ class Reducer(Owner):
                 self.gradients.to(State.EMPTY)
             raise
 
-    def _attempt(self, name: str, regroup: Callable[[], None]) -> Round | None:
+    def _attempt(self, name: str, regroup: Callable[[], None]) -> Outcome | None:
         """One reduction of all buckets; None if it has to be made again."""
         if self._is_open:
             self._rollback(self.means.replaced())
@@ -298,7 +298,7 @@ class Reducer(Owner):
         self.buckets.drop()
         self._end()
 
-    def _accept(self, outcome: Round) -> None:
+    def _accept(self, outcome: Outcome) -> None:
         """The reduction is good on all ranks: gradients become means, all of them or none."""
         made = []
         for bucket, compressor in self.buckets:

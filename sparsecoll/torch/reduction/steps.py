@@ -120,6 +120,7 @@ class Steps:
         self._entered = False  # whether the loop had updated parameters by itself when that began
         self._found: tuple[list[str], NDArray[Any]] | None = None  # what all ranks have found out about parameters
         self._doubtful: dict[str, _Mark] = {}  # of parameters that the last step left out
+        self._sure: set[str] = set()  # those that had not changed before `passing_over`
 
     def accept(self, params: Named) -> None:
         """Accept a reduction: gradients of these parameters are its means, and residuals those that it left."""
@@ -189,13 +190,13 @@ class Steps:
 
     def leave_out(self, names: Set[str]) -> None:
         """Before `commit`: the optimizer has not stepped these parameters, of which another one may have the rest."""
-        self._doubtful = {name: self._marks[name] for name in names & self._marks.keys()}
+        self._doubtful, self._sure = {name: self._marks[name] for name in names & self._marks.keys()}, set()
         self._buckets.keep(self._doubtful.keys())
 
     @property
     def unstepped(self) -> set[str]:
         """Those of the parameters left out by the last step that have not changed."""
-        return {name for name, mark in self._doubtful.items() if not mark.has_changed()}
+        return {name for name, mark in self._doubtful.items() if name in self._sure or not mark.has_changed()}
 
     def settle(self, names: Iterable[str] | None = None) -> None:
         """Before new gradients of these parameters: a mean that was thrown away without a step leaves no residual."""
@@ -280,10 +281,10 @@ class Steps:
     @contextlib.contextmanager
     def passing_over(self) -> Iterator[None]:
         """Context manager in which parameters are written to, but not by a step."""
-        marks = [(own, name) for own in (self._marks, self._doubtful) for name in own if not own[name].has_changed()]
+        self._sure = self.unstepped
+        marks = {name: mark for name, mark in self._marks.items() if self._buckets.pending and not mark.has_changed()}
         yield
-        for own, name in marks:
-            own[name] = _mark(own[name].param)._replace(gradient=own[name].gradient)
+        self._marks |= {name: _mark(mark.param)._replace(gradient=mark.gradient) for name, mark in marks.items()}
 
 
 Known = weakref.WeakSet[torch.optim.Optimizer]

@@ -166,7 +166,7 @@ LEAST = -(1 << 62)  # in place of those of a rank that has no data
 
 
 @dataclass
-class Round:
+class Outcome:
     """The messages of all ranks combined; the same on every rank.
 
     Attributes:
@@ -204,7 +204,7 @@ class Round:
         return self.joined and self.step is None
 
 
-NOTHING = Round()
+NO_OUTCOME = Outcome()
 
 
 class Row:
@@ -239,7 +239,7 @@ class Row:
         self._flags = np.array([flags], np.uint8)
         self._bits = np.array([*used, *rows, *dense, *taking, *(here and changed for changed in modules)], np.uint8)
 
-    def exchange(self, transport: Transport) -> Round:
+    def exchange(self, transport: Transport) -> Outcome:
         """Combine the rows of all ranks. Collective; called within a CollectiveCall.
 
         Volume: 49 bytes and a bit for each of the marks of parameters and modules, in each of ceil(log2 P) messages; of
@@ -268,7 +268,7 @@ class Row:
         def named(marks: NDArray[Any]) -> set[str]:
             return {names[i] for i in np.flatnonzero(marks).tolist()}
 
-        return Round(
+        return Outcome(
             flags=int(row[head.nbytes]),
             step=None if most == LEAST else most,
             most=furthest // size,

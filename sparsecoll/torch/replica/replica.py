@@ -16,7 +16,7 @@ import torch
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import JOINED, MEMBERS, REPLACED, SUSPECT, Options, Round, Row, agreed, collective
+from sparsecoll.torch.replica.calls import JOINED, MEMBERS, REPLACED, SUSPECT, Options, Outcome, Row, agreed, collective
 from sparsecoll.torch.replica.guards import refuse_renormalized, warn_if_equal
 from sparsecoll.torch.tensors.layout import device_of, residual_dtype
 from sparsecoll.torch.tensors.model import (
@@ -184,15 +184,15 @@ class Replica:
         return collective(self.transport, name, self.options.timeout, function, phase)
 
     def agree(
-        self, name: str, row: Row, digest: Callable[[Round], int | None], failed: Exception | None = None
-    ) -> Round:
+        self, name: str, row: Row, digest: Callable[[Outcome], int | None], failed: Exception | None = None
+    ) -> Outcome:
         """Tell all ranks whether a reduction succeeded here; an exception `failed` on one is raised on all. Collective.
 
         Args:
             digest: returns that of this rank's own gradients, which are compared in the first step; None: they are not.
         """
 
-        def exchange(_: CollectiveCall) -> Round:
+        def exchange(_: CollectiveCall) -> Outcome:
             if failed is not None:
                 raise failed
             outcome = row.exchange(self.transport)
@@ -345,12 +345,12 @@ class Replica:
         finally:
             self.stopped_at = None
 
-    def follow_step(self, outcome: Round) -> None:
+    def follow_step(self, outcome: Outcome) -> None:
         """On a rank that has run out of data: the others step after a reduction, and compressors count their steps."""
         if outcome.step is not None:
             self.context.step = outcome.step + 1
 
-    def broadcast_buffers(self, outcome: Round) -> None:
+    def broadcast_buffers(self, outcome: Outcome) -> None:
         """Set buffers that a forward pass has changed to those of the lowest rank that has data. Collective."""
         replaced = outcome.flags & REPLACED
         tensors = list(self.buffers.tensors.values()) if replaced else self.buffers.of(outcome.modules)
