@@ -5,17 +5,28 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from typing import Any
 
 import torch
 
+from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.means import Means, Trial, check_mean
-from sparsecoll.torch.reduction.rounds import ElasticGroup, Missed
+from sparsecoll.torch.reduction.rounds import Contribution, ElasticGroup, Missed
 from sparsecoll.torch.replica.calls import JOINED, LATE, Outcome
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Named, are_equal
 from sparsecoll.transport.all_ranks import joined, separated
+
+BEHIND = LATE << 8  # a flag: the messages of a mean are gone, among which was this worker's
+
+
+def plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimizer's group, numbers and switches."""
+    options = {name: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for name, v in group.items()}
+    return {name: v for name, v in options.items() if isinstance(v, (bool, int, float))}
 
 
 def dumped(what: dict[str, Any]) -> bytes:
@@ -36,6 +47,7 @@ class ElasticMeans(Means):
     def __init__(self, group: ElasticGroup, signature: dict[str, Any], *given: Any) -> None:
         super().__init__(*given)
         self._group, self._signature = group, json.dumps(signature, default=str)
+        self._options: dict[int, Any] = {}  # of the outer optimizers, by the number of a mean that is under way
         self._joined: int | None = None  # the round at which this worker has begun with no state of the inner optimizer
 
     @torch.inference_mode(False)
@@ -109,8 +121,45 @@ class ElasticMeans(Means):
             self._begin(self._pace.fragment(self._next), 0)
             self._take()
 
+    def _share(self, names: list[str]) -> None:
+        super()._share(names)
+        if self._group.restart(self.replica.context.step, self._saved):
+            return
+        self._load_shared(self._group.newest())  # another worker may have loaded the same values
+        own = self._params
+        names = [name for name in names if not are_equal(self._shared[name].to(own[name].device), own[name])]
+        if names:
+            raise CommunicationError(
+                f"parameter {names[0]!r}: expected its value after the last mean, got another: load values before the"
+                " first round of the ElasticGroup; discard() goes on with the others' values"
+            )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], Any]) -> None:
+        """Load a state. The group begins with it, unless a round is over: then what is this worker's own counts."""
+        super().load_state_dict(state, load)
+        for name in (name for name, p in self._params.items() if takes_part(p) and name not in self._moved):
+            self._shared[name].copy_(self._params[name].detach())
+        if not self._group.restart(self.replica.context.step, self._saved):
+            self._follow_newest()
+            self._catch_up()
+        self._joined, self._loaded = None, {}
+
+    @torch.no_grad()
+    def start_anew(self, name: str, root: int, everything: bool = False) -> None:
+        for n, p in self._params.items():
+            if takes_part(p):
+                p.copy_(self._shared[n])
+        super().start_anew(name, root, everything)
+
+    def _follow_newest(self) -> None:
+        """Begin with the newest state; what this worker has changed stays."""
+        before = {name: t.clone() for name, t in self._shared.items()}
+        self._load_shared(self._group.newest())
+        self._follow(before)
+
     def _make_buckets(self, flags: int) -> None:
-        self._buckets.make({name for name, p in self._params.items() if takes_part(p)})
+        self._buckets.make(set(self._params))  # those that are frozen may not be so elsewhere, or later
 
     def _form(self, trial: Trial) -> tuple[Outcome, float]:
         number, buckets, _, weight, failed, take = trial
@@ -121,7 +170,16 @@ class ElasticMeans(Means):
         for bucket, compressor in buckets:
             take(bucket, compressor)
             own.append(bucket.message(compressor, self.replica.transport))
-        found, included = self._group.exchange(number, weight, joined([block for _, block in own]))
+        message, options = joined([block for _, block in own]), [plain(group) for group in self._outer.groups]
+        try:
+            found, included = self._group.exchange(number, weight, message, options)
+            flags = 0 if included else LATE
+        except Missed as error:
+            if not error.included:
+                raise
+            found, included = [Contribution(self._group.name, weight, message)], True
+            flags = BEHIND  # the newest state has it
+        self._options[number] = self._group.options
         parts = [separated(one.message, len(buckets)) for one in found]
         for i, (bucket, compressor) in enumerate(buckets):
             compressor.size = len(found)
@@ -131,7 +189,7 @@ class ElasticMeans(Means):
         total = math.fsum(one.weight for one in found)
         self.replica.context.step = number + 1
         trainable = {name for bucket, _ in buckets for name in bucket.layout.names}
-        return Outcome(0 if included else LATE, number, trainable=trainable), len(found) / total if total else 1.0
+        return Outcome(flags, number, trainable=trainable), len(found) / total if total else 1.0
 
     def _accept(self, bucket: Bucket, flags: int) -> None:
         if flags & LATE:
@@ -141,11 +199,15 @@ class ElasticMeans(Means):
             super()._accept(bucket, flags)
 
     def _apply(self, bucket: Bucket, factor: float, alpha: float, flags: int) -> None:
-        if not flags & LATE:
+        here = {name for name in bucket.params if takes_part(self._params[name]) or name in self._moved}
+        before = {name: t.clone() for name, t in bucket.params.items() if flags & LATE or name not in here}
+        own = {name: self._params[name].detach().clone() for name in before}
+        if flags & LATE:
+            self._move(bucket, factor)
+        else:
             super()._apply(bucket, factor, alpha, flags)
-            return
-        before = {name: t.clone() for name, t in bucket.params.items()}
-        self._move(bucket, factor)
+        for name, t in own.items():
+            self._params[name].copy_(t)
         self._follow(before)
 
     def _follow(self, before: Named) -> None:
@@ -156,7 +218,20 @@ class ElasticMeans(Means):
                 own.copy_(shared)
             else:
                 own.add_((shared - then).to(own.device))
-                self._moved.add(name)
+                self._moved |= {name} if takes_part(own) else set()
+
+    def _taken_with(self, number: int) -> Outcome:
+        """Take a mean with the outer optimizers' options of the worker that has closed the round."""
+        wait([self._under_way[0].result])
+        given, groups = self._options.pop(number, None), self._outer.groups
+        before = [dict(group) for group in groups]
+        for group, options in zip(groups, given or (), strict=False):
+            group.update(options)
+        try:
+            return super()._take()
+        finally:
+            for group, options in zip(groups, before, strict=True):
+                group.update(options)
 
     def close(self) -> None:
         """Leave the group."""
@@ -166,11 +241,12 @@ class ElasticMeans(Means):
     def _take(self) -> Outcome:
         number = self._under_way[0].number
         try:
-            outcome = super()._take()
+            outcome = self._taken_with(number)
         except Missed:
-            before = {name: t.clone() for name, t in self._shared.items()}
-            self._load_shared(self._group.newest())
-            self._follow(before)
+            outcome = Outcome(BEHIND)
+        if outcome.flags & BEHIND:
+            self.drop()
+            self._follow_newest()
             self.steps = 0
             return Outcome(LATE)
         self._group.number = number + 1

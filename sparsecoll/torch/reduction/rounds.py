@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError, check_integer
@@ -22,10 +23,17 @@ from sparsecoll.formats import Buffer
 PIECE = 4 << 20  # bytes of a value in the store; a TCPStore closes the connection if it gets more than 8 MiB
 MOST_PAUSE = 0.05  # seconds between two looks at a round
 MISSING = "\0none"  # no value in the store is this
+START = "0/"  # the number of the first round, and what is before the keys of rounds
 
 
 class Missed(CommunicationError):
-    """What a round has left is no longer in the store, because this worker is far behind."""
+    """What a round has left is no longer in the store, because this worker is far behind, or others have begun anew.
+
+    Attributes:
+        included: whether the round has this worker's message.
+    """
+
+    included = False
 
 
 class Contribution(NamedTuple):
@@ -34,6 +42,29 @@ class Contribution(NamedTuple):
     worker: str
     weight: float
     message: Buffer
+
+
+class _Store:
+    """A store, whose errors name it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def named(*given: Any) -> Any:
+            try:
+                return call(*given)
+            except dist.DistNetworkError as error:
+                raise CommunicationError(f"store of the ElasticGroup: {name}: {error}") from error
+
+        return named
+
+
+def number_of(place: str) -> int:
+    """Return the number of rounds that a state, or the first one, is of."""
+    return int(place.partition("/")[0])
 
 
 class ElasticGroup:
@@ -57,6 +88,7 @@ class ElasticGroup:
         name: of this worker, unique (default: host, process and a random number).
 
     Attributes:
+        options: of the outer optimizers in the last round, those of the worker that closed it.
         contributors: names of the workers that the last mean has taken in; the same on all workers.
         number: of rounds in this worker's shared parameters, those before it joined included, for schedules and the end
             of the training; each fragment's mean is a round.
@@ -71,54 +103,84 @@ class ElasticGroup:
         self.deadline, self.workers = float(deadline), workers
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.contributors: list[str] = []
+        self.options: Any = None
         self.number = 0
-        self._store = store
+        self._store = _Store(store)
+        self._token = uuid.uuid4().hex  # of this object, whatever its name
+        self._start = START
         self._waits: dict[int, int] = {}  # bytes of the rounds since the newest state
 
     # -- rounds
 
+    def _of(self, number: int, what: str) -> str:
+        """Return the key of something of a round; those since another start have others."""
+        return f"{self._start.partition('/')[2]}{number}/{what}"
+
     def is_closed(self, number: int) -> bool:
         """Return whether a round is over."""
-        return bool(self._store.check([f"{number}/closed"]))
+        return bool(self._store.check([self._of(number, "closed")]))
 
     def mark(self, number: int) -> None:
         """Tell the workers of round `number` + 1 to wait for this one."""
-        self._store.set(f"{number}/name/{self._place(number)}", self.name)
+        self._store.set(self._of(number, f"name/{self._place(number)}"), self.name)
 
     def _place(self, number: int) -> int:
-        return int(self._store.add(f"{number}/places", 1)) - 1
+        return int(self._store.add(self._of(number, "places"), 1)) - 1
 
     def _present(self, number: int) -> dict[int, str]:
         """Return the workers in a round by their places, those that came late, too."""
-        count = int(self._store.add(f"{number}/places", 0))
-        names = {place: self._get(f"{number}/name/{place}") for place in range(count)}
+        count = int(self._store.add(self._of(number, "places"), 0))
+        names = {place: self._get(self._of(number, f"name/{place}")) for place in range(count)}
         return {place: name.decode() for place, name in names.items() if name is not None}
 
-    def exchange(self, number: int, weight: float, message: Buffer) -> tuple[list[Contribution], bool]:
+    def exchange(self, number: int, weight: float, message: Buffer, options: Any) -> tuple[list[Contribution], bool]:
         """Write this worker's message, wait until the round closes, and return all, and whether its own is among them.
 
+        Args:
+            number: of the round.
+            weight: of this worker.
+            message: of this worker.
+            options: for `options`, if this worker closes the round.
+
         Raises:
-            Missed: The messages are no longer in the store.
+            Missed: The messages are no longer in the store, or others have begun anew.
+            CommunicationError: Another worker has the same name.
         """
+        self._check_start()
         if self.is_closed(number):
             return self.read(number), False
+        if (self._get(f"token/{self.name}") or b"").decode() != self._token:
+            raise CommunicationError(f"name: expected a name of its own for each worker, got {self.name!r} for several")
         place = self._place(number)
-        self._write(f"{number}/message/{place}", np.array([weight]).tobytes() + bytes(message))
-        self._store.set(f"{number}/name/{place}", self.name)
+        self._write(self._of(number, f"message/{place}"), np.array([weight]).tobytes() + bytes(message))
+        self._store.set(self._of(number, f"name/{place}"), self.name)
         ends, pause = time.monotonic() + self.deadline, 0.001
         while not self.is_closed(number):
             here = self._present(number)
             if self._is_complete(number, here) or time.monotonic() > ends:
-                self._store.compare_set(f"{number}/closed", "", json.dumps(sorted(here.items())))
+                closed = json.dumps([sorted(here.items()), options])
+                self._store.compare_set(self._of(number, "closed"), "", closed)
+            self._check_start()
             time.sleep(pause)
             pause = min(1.5 * pause, MOST_PAUSE)
-        found = self.read(number)
-        return found, self.name in self.contributors
+        included = any(own == place for own, _ in json.loads(self._store.get(self._of(number, "closed")))[0])
+        try:
+            return self.read(number), included
+        except Missed as error:
+            error.included = included
+            raise
+
+    def _newest_start(self) -> str:
+        return (self._get("start") or START.encode()).decode()
+
+    def _check_start(self) -> None:
+        if self._newest_start() != self._start:
+            raise Missed("store: expected the rounds since this worker began, got a loaded state, with which all begin")
 
     def _is_complete(self, number: int, here: Mapping[int, str]) -> bool:
         """Return whether all have come that are waited for."""
         missing = {*self._present(number - 1).values()} - {*here.values()}
-        return (number > 0 or len(here) >= self.workers) and all(
+        return (self.is_closed(number - 1) or len(here) >= self.workers) and all(
             self._store.check([f"left/{name}"]) for name in missing
         )
 
@@ -133,10 +195,11 @@ class ElasticGroup:
             Missed: They are no longer in the store.
         """
         found = []
-        for place, worker in json.loads(self._store.get(f"{number}/closed")):
-            data = self._read(f"{number}/message/{place}")
+        workers, self.options = json.loads(self._store.get(self._of(number, "closed")))
+        self.contributors = [worker for _, worker in workers]
+        for place, worker in workers:
+            data = self._read(self._of(number, f"message/{place}"))
             found.append(Contribution(worker, float(data[:8].view(np.float64)[0]), data[8:]))
-        self.contributors = [one.worker for one in found]
         if self.name not in self.contributors:
             self.mark(number)
         self._waits[number] = sum(one.message.nbytes for one in found)
@@ -159,8 +222,9 @@ class ElasticGroup:
             raise ValueError(f"{key}: expected {other}, as the other workers have, got {own}")
         if self._store.check([f"left/{self.name}"]):
             self._store.delete_key(f"left/{self.name}")
+        self._store.set(f"token/{self.name}", self._token)
         first = self._store.compare_set("first", "", self.name).decode()
-        while first != self.name:
+        while first != self.name or self._store.check(["state"]):  # it may have had this name before
             pieces = self._pieces(first)
             try:
                 return self.newest()
@@ -178,8 +242,10 @@ class ElasticGroup:
         while True:
             with contextlib.suppress(RuntimeError, Missed):  # it was replaced meanwhile
                 self._store.wait(["state"], datetime.timedelta(seconds=self.deadline))
-                self.number = int(self._store.get("state"))
-                state = self._read(self._state(self.number))
+                self._start = self._newest_start()
+                place = self._store.get("state").decode()
+                state = self._read(f"state/{place}")
+                self.number = number_of(place)
                 self.mark(self.number - 1)
                 return state.tobytes()
             if time.monotonic() > ends:
@@ -189,10 +255,6 @@ class ElasticGroup:
         """Return how much of the first state is in the store."""
         return next(i for i in itertools.count() if not self._store.check([f"state/0/{first}.{i}"]))
 
-    def _state(self, number: int, first: str = "") -> str:
-        """Return the key of a state; that of round 0 has the name of its worker, the first one."""
-        return f"state/{number}" if number else f"state/0/{first or (self._get('first') or b'').decode()}"
-
     def publish(self, number: int, state: Callable[[], bytes], size: int) -> None:
         """After round `number` - 1: let one worker write a new state, if the rounds since the last one are larger."""
         full = sum(self._waits.values()) > size
@@ -200,21 +262,48 @@ class ElasticGroup:
             self._waits.clear()
         if number and not (full and self.contributors[:1] == [self.name]):
             return
-        before = int(self._store.get("state")) if number else 0
-        kept = int(self._store.get("kept")) if number else 0
-        self._write(self._state(number, self.name), state())
+        place = f"{number}/{self.name}"
+        before, kept = ((self._get(key) or place.encode()).decode() for key in ("state", "kept"))
+        self._write(f"state/{place}", state())
         if number == 0 and (first := (self._get("first") or b"").decode()) != self.name:
             raise CommunicationError(
                 f"store: expected the first state within {self.deadline} s, got it later: {first} has begun in place"
                 f" of {self.name}, which may join with a new optimizer"
             )
-        self._store.set("kept", str(before))  # a state, and the rounds since, stay while the next one is the newest
-        self._store.set("state", str(number))
-        for old in range(kept, before):
-            self._delete(self._state(old))
-            for place in self._present(old):
-                self._delete(f"{old}/message/{place}")
-                self._store.delete_key(f"{old}/name/{place}")
+        self._store.set("kept", before)  # a state, and the rounds since, stay while the next one is the newest
+        self._store.set("state", place)
+        if kept != before:
+            self._delete(f"state/{kept}")
+        for old in range(number_of(kept), number_of(before)):
+            for i in self._present(old):
+                self._delete(self._of(old, f"message/{i}"))
+                self._store.delete_key(self._of(old, f"name/{i}"))
+
+    def restart(self, number: int, state: Callable[[], bytes]) -> bool:
+        """Let all begin with a loaded state, of `number` rounds, unless a round is over, or they have such a state.
+
+        Returns:
+            Whether they do; the others notice it in their next round.
+        """
+        self._start = self._newest_start()
+        first = number_of(self._start)
+        if number < first or self.is_closed(first) or (number == first and self._start != START):
+            return False
+        lock = f"{self._start}lock"  # of those who would, one does
+        if self._store.compare_set(lock, "", self._token).decode() != self._token:
+            ends = time.monotonic() + self.deadline
+            while self._newest_start() == self._start and time.monotonic() < ends:
+                time.sleep(MOST_PAUSE)
+            return False
+        self._start, self.number, before = f"{number}/{self._token}/", number, self._store.get("state").decode()
+        place = self._start[:-1]
+        self._write(f"state/{place}", state())
+        for key in ("kept", "state"):
+            self._store.set(key, place)
+        self._store.set("start", self._start)
+        self._delete(f"state/{before}")
+        self.mark(number - 1)
+        return True
 
     def lend(self, number: int, state: Callable[[], bytes]) -> None:
         """After round `number` - 1: let one worker write its own state, if others ask for one."""

@@ -141,12 +141,17 @@ class Window(Owner):
         The user may have loaded them since the last mean, which the next one compares.
         """
         names = {name for name, p in self._params.items() if name not in self._moved and takes_part(p)}
-        for name in names:
-            own = own_part(self._params[name])
-            if not are_equal(self._shared[name].to(own.device), own):
-                self._shared[name].copy_(own)
-                self.replica.suspect = True
+        own = {name: own_part(self._params[name]) for name in names}
+        loaded = [name for name, t in own.items() if not are_equal(self._shared[name].to(t.device), t)]
+        if loaded:
+            self._share(loaded)
         return names
+
+    def _share(self, names: list[str]) -> None:
+        """Start from the values that parameters have now."""
+        for name in names:
+            self._shared[name].copy_(self._own[name])
+        self.replica.suspect = True
 
     @torch.no_grad()
     def start_anew(self, name: str, root: int, everything: bool = False) -> None:

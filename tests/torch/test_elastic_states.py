@@ -1,0 +1,180 @@
+"""States of an ElasticGroup's workers, loaded, missed, or of other frozen parameters: all end with the same values."""
+
+import copy
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+from nets import bits, close, net, parameters  # noqa: E402
+from test_elastic_group import Constant, made, together, train  # noqa: E402
+
+from sparsecoll import CommunicationError  # noqa: E402
+from sparsecoll.torch import ElasticGroup, LocalOptimizer  # noqa: E402
+from sparsecoll.torch.reduction.rounds import Missed  # noqa: E402
+
+
+class Layers(torch.nn.Module):
+    """Two parameters, of which the second may be frozen."""
+
+    def __init__(self, trained):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(8)) for _ in "ab")
+        self.b.requires_grad_(trained)
+
+    def step(self, optimizer, rate):
+        for p in self.parameters():
+            p.grad = torch.full_like(p, rate) if p.requires_grad else None
+        optimizer.step()
+        return [float(p.detach()[0]) for p in self.parameters()]
+
+
+@pytest.mark.parametrize("trained", [(False, False), (False, True)])
+def test_layers_that_are_frozen_on_some_workers_or_until_later(trained):
+    store, models = dist.HashStore(), [Layers(own) for own in trained]
+
+    def work(rank):
+        model, rate = models[rank], rank + 1.0
+        group = ElasticGroup(store, workers=2, name=f"worker {rank}")
+        optimizer = LocalOptimizer(torch.optim.SGD(model.parameters(), 1.0), model, group, every=1)
+        before = model.step(optimizer, rate)
+        model.b.requires_grad_(True)
+        return before, model.step(optimizer, rate)
+
+    moved = -2.0 / 2 if trained[1] else 0.0
+    assert together(lambda: work(0), lambda: work(1)) == [([-1.5, moved], [-3.0, moved - 1.5])] * 2
+
+
+def test_frozen_parameters_that_a_worker_changes_itself_stay_its_own():
+    store, models = dist.HashStore(), [Layers(False) for _ in range(2)]
+
+    def work(rank):
+        model = models[rank]
+        group = ElasticGroup(store, workers=2, name=f"worker {rank}")
+        optimizer = LocalOptimizer(torch.optim.SGD(model.parameters(), 1.0), model, group, every=1)
+        for _ in range(3):
+            with torch.no_grad():
+                model.b.add_(rank + 1.0)
+            values = model.step(optimizer, 1.0)
+        return values
+
+    assert together(lambda: work(0), lambda: work(1)) == [[-3.0, 3.0], [-3.0, 6.0]]
+
+
+@pytest.mark.parametrize("first", ["model", "wrapper"])
+def test_a_worker_that_returns_with_its_own_state_begins_where_the_others_are(first):
+    store, model = dist.HashStore(), net()
+    other, kept = net(), made(store, model, "kept")
+    leaves = made(store, other, "leaves")
+    together(lambda: train(0, kept, model, 4), lambda: train(1, leaves, other, 4))
+    saved = copy.deepcopy((other.state_dict(), leaves.state_dict()))
+    leaves.close()
+    train(0, kept, model, 8, 4)
+    again = net()
+    if first == "model":
+        again.load_state_dict(saved[0])
+    returned = made(store, again, "returned")
+    if first == "wrapper":
+        again.load_state_dict(saved[0])
+    returned.load_state_dict(saved[1])
+    assert bits(again) == bits(model)
+    together(lambda: train(0, kept, model, 4, 12), lambda: train(1, returned, again, 4, 12))
+    assert bits(again) == bits(model)
+
+
+@pytest.mark.parametrize("first", ["model", "wrapper"])
+@pytest.mark.parametrize("steps", [8, 9])
+def test_a_job_that_is_restarted_goes_on_as_if_it_had_not_stopped(first, steps):
+    whole, models = dist.HashStore(), [net() for _ in range(2)]
+    optimizers = [made(whole, model, f"worker {rank}", workers=2) for rank, model in enumerate(models)]
+    together(*(lambda r=r: train(r, optimizers[r], models[r], steps) for r in range(2)))
+    pairs = zip(models, optimizers, strict=True)
+    states = [copy.deepcopy((model.state_dict(), own.state_dict())) for model, own in pairs]
+    together(*(lambda r=r: train(r, optimizers[r], models[r], 7, steps) for r in range(2)))
+    new, again = dist.HashStore(), [net() for _ in range(2)]
+
+    def work(rank):
+        if first == "model":
+            again[rank].load_state_dict(states[rank][0])
+        optimizer = made(new, again[rank], f"new {rank}", workers=2)
+        if first == "wrapper":
+            again[rank].load_state_dict(states[rank][0])
+        optimizer.load_state_dict(states[rank][1])
+        train(rank, optimizer, again[rank], 7, steps)
+
+    together(lambda: work(0), lambda: work(1))
+    for model, uninterrupted in zip(again, models, strict=True):
+        close(parameters(model), parameters(uninterrupted), atol=1e-6)  # sums have the order in which workers came
+
+
+def test_values_loaded_before_the_first_round_are_those_of_all_and_later_ones_are_refused():
+    store = dist.HashStore()
+    a, b = Constant(store, 1.0, "a", 60), Constant(store, 1.0, "b", 60)
+    for one in (a, b):
+        one.group.workers = 2
+        with torch.no_grad():
+            one.p.fill_(100.0)
+    assert together(a.steps, b.steps) == [98.0] * 2
+    c = Constant(store, 1.0, "c", 60)
+    with torch.no_grad():
+        b.p.fill_(7.0)
+    with pytest.raises(CommunicationError, match="load values before the first round"):
+        b.steps(1)
+    b.optimizer.discard()
+    assert together(a.steps, b.steps, c.steps) == [96.0] * 3
+
+
+def test_changes_count_once_if_the_messages_are_gone_when_a_worker_goes_on():
+    store = dist.HashStore()
+    a, b = Constant(store, 1.0, "a", 60), Constant(store, 4.0, "b", 60)
+    read = a.group.read
+
+    def missed(number):
+        a.group.read = read
+        while b.group.number == 0:
+            time.sleep(0.01)
+        b.group._write("state/1/b", b.optimizer._engine._saved())
+        b.group._store.set("state", "1/b")
+        raise Missed("the messages of this round are gone")
+
+    a.group.read = missed
+    assert together(a.steps, b.steps) == [-5.0] * 2
+    assert together(a.steps, b.steps) == [-10.0] * 2
+
+
+def test_a_worker_may_return_under_its_name_and_two_may_not_have_the_same():
+    store = dist.HashStore()
+    a = Constant(store, 1.0, "a", 60)
+    assert a.steps(4) == -4.0
+    again = Constant(store, 1.0, "a", 60)
+    assert again.group.number == 2 and again.steps() == -6.0
+    with pytest.raises(CommunicationError, match="a name of its own for each worker, got 'a'"):
+        a.steps(4)
+
+
+def test_a_round_is_taken_with_the_rates_of_the_worker_that_closed_it():
+    store = dist.HashStore()
+    p = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+
+    def work(rank):
+        group = ElasticGroup(store, workers=2, name=f"worker {rank}")
+        outer = torch.optim.SGD([p[rank]], 1.0, momentum=0.5)
+        optimizer = LocalOptimizer(torch.optim.SGD([p[rank]], 1.0), [("p", p[rank])], group, every=1, outer=outer)
+        for number in range(4):
+            outer.param_groups[0]["lr"] = 1.0 / (1 + number + rank)
+            p[rank].grad = torch.ones(4)
+            optimizer.step()
+        return outer.param_groups[0]["lr"], float(p[rank].detach()[0])
+
+    (first, own), (second, other) = together(lambda: work(0), lambda: work(1))
+    assert own == other and (first, second) == (1 / 4, 1 / 5)
+
+
+def test_a_store_that_is_gone_is_named():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    a = Constant(client, 1.0, "a", 60)
+    del store
+    with pytest.raises(CommunicationError, match="store of the ElasticGroup"):
+        a.steps(4)
