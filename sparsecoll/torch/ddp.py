@@ -18,13 +18,13 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
-from sparsecoll.torch.reduction.grad_scaler import enabled
+from sparsecoll.torch.reduction.grad_scaler import enabled, refuse_unknown
 from sparsecoll.torch.reduction.rows import RowBucket, nan_rows
-from sparsecoll.torch.reduction.state import UNNAMED
+from sparsecoll.torch.reduction.state import UNNAMED, check_keys
 from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import JOINED, Options, Row, agreed, agreeing, communicator
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.tensors.layout import Layout, device_of, residual_dtype
+from sparsecoll.torch.tensors.layout import Layout, all_zero, device_of, in_memory_order, residual_dtype, takes_part
 from sparsecoll.torch.tensors.model import named
 from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
 from sparsecoll.transport.all_ranks import allgather, disseminate
@@ -46,9 +46,8 @@ class HookState:
     Every parameter is compressed, small ones too, since DDP puts them into the same buckets. Sparse gradients, as of
     torch.nn.Embedding(sparse=True), are summed as rows, as by DistributedOptimizer.
 
-    There is no `move`: DDP cannot change its process group, and the hook does not know the optimizer, whose state may
-    differ between the surviving ranks. After the loss of a rank, create a new process group, DDP, HookState and
-    optimizer, and load a checkpoint that `redistribute` has converted from the files of all ranks.
+    There is no `move`, since DDP cannot change its process group. After the loss of a rank, create a new group, DDP,
+    HookState and optimizer, and load a checkpoint that `redistribute` has converted from the files of all ranks.
 
     A copy, as in a deepcopy or torch.save of the model, has `state_dict()`, and raises RuntimeError when it is used.
 
@@ -71,7 +70,7 @@ class HookState:
         ValueError: The communicator and DDP's process group have different ranks (if their number is the same, this is
             raised by the first back-propagation), the compressor cannot be used here, or `verify` or `timeout` is out
             of range.
-        TypeError: `grad_scaler`, `verify` or `timeout` has a wrong type.
+        TypeError: `grad_scaler`, `verify` or `timeout` has a wrong type, or a parameter is complex.
 
     See Also:
         `sparsecoll.torch.comm_hook`.
@@ -96,6 +95,8 @@ class HookState:
         self._replica = Replica(self.transport, None, options)
         self._params = self._replica.params
         self._params.update(named(named_parameters.module if wrapped else named_parameters))  # type: ignore[union-attr]
+        for p in filter(takes_part, self._params.values()):
+            residual_dtype(p.dtype)
         self._names = {id(p): name for name, p in self._params.items()}
         self._named = len(self._names)  # those that come later are numbered
         self._buckets = Buckets(own, self._replica)
@@ -107,6 +108,7 @@ class HookState:
         self._reduced = 0  # buckets of this back-propagation; DDP numbers all of a static graph's first one 0
         self._steps = Steps(self._buckets, self._replica, lambda: self._params, "the HookState")
         self._steps.follow_optimizers(own, warns=self.transport.rank == 0)
+        self._steps.after = partial(refuse_unknown, self._scaler, own, "HookState")
         self._watched: set[str] = set()  # parameters with a hook on their gradients
         self._task = -1  # back-propagation in which it was called last
 
@@ -155,6 +157,7 @@ class HookState:
                 " HookState of its own. It can load the state_dict() of this one if you delete the names of the old"
                 " layer from the kinds in its 'tensors'"
             )
+        residual_dtype(p.dtype)  # DDP passes complex gradients as real numbers
         name = self._names.setdefault(id(p), str(len(self._names)))
         self._params[name] = p
         return name
@@ -212,10 +215,7 @@ class HookState:
         return values
 
     def finish(self) -> None:
-        """End a back-propagation: accept a reduction of which DDP has not marked the last bucket, or raise its failure.
-
-        With a GradScaler NonFiniteError is not raised, since it skips the step itself.
-        """
+        """End a back-propagation: accept a reduction whose last bucket DDP has not marked, or raise its failure."""
         if self._failed is None and self._reduced:
             in_background(self.transport, lambda: self._end(False)).result()
         self._reduced = 0
@@ -225,7 +225,7 @@ class HookState:
         if self._failed is None and not self._left:
             self._steps.accept({name: self._params[name] for name in self._buckets.index_of})
         if self._failed is not None and (self._scaler is None or not isinstance(self._failed, NonFiniteError)):
-            raise self._failed
+            raise self._failed  # a GradScaler skips the step itself
 
     def _mean_of_rows(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
@@ -238,7 +238,7 @@ class HookState:
     def _mean(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
         scale, values, keeps = self._scale(compressor), grads.buffer(), compressor.keeps_gradient
-        absent = {name for name, view in bucket.layout.split(values).items() if keeps and _all_zero(view)}
+        absent = {name for name, view in bucket.layout.split(values).items() if keeps and all_zero(view)}
         bucket.reduce_flat(self.transport, compressor, values, values, 1 / scale, scale)
         if keeps:
             self._leave_out(bucket.layout, compressor, absent, values)
@@ -247,8 +247,7 @@ class HookState:
     def _verify(self) -> None:
         """Compare the replicas if that is due. Collective.
 
-        Not yet when an optimizer has stepped: several may do so for one step, and what ZeroRedundancyOptimizer wraps
-        steps before that has sent the parameters to the other ranks, or on some ranks not at all.
+        Not yet when an optimizer has stepped: others may follow, and ZeroRedundancyOptimizer has to send parameters.
         """
         if self._steps.unverified and not self._joined:
             self._replica.compare_if_due()
@@ -311,6 +310,7 @@ class HookState:
             return self._saved  # type: ignore[no-any-return]
         self._steps.commit_or_rollback()
         state = self._buckets.state_dict()
+        state["tensors"] = in_memory_order(state["tensors"], self._params, back=True)
         if len(self._names) > self._named and state["tensors"] and self.transport.rank == 0:
             logger.warning("state_dict: expected names of parameters, without which it cannot be loaded%s", UNNAMED)
         return state
@@ -333,14 +333,13 @@ class HookState:
                 `redistribute`).
             ValueError: The state is of other parameters or another compressor.
         """
-        self._buckets.load_state_dict(lambda: state)
+
+        def read() -> dict[str, Any]:
+            check_keys(state)
+            return {**state, "tensors": in_memory_order(state["tensors"], self._params, back=False)}
+
+        self._buckets.load_state_dict(read)
         self._steps.gradients.to(State.EMPTY)
-
-
-def _all_zero(gradient: torch.Tensor) -> bool:
-    """Return whether a gradient is zero everywhere, as DDP passes those of parameters that were not used."""
-    values = gradient.view(-1)
-    return not values[:1024].any() and not values.any()  # one that was used is rarely read to the end
 
 
 def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:

@@ -144,6 +144,55 @@ def test_the_ddp_hooks_residuals_are_saved_by_name(process_group):
         states[1].load_state_dict({**saved, "rank": comm.size})
 
 
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_the_ddp_hooks_residuals_have_the_order_of_their_parameters(process_group, name):
+    """Also if that of their memory is another one, and if they are loaded where it is not."""
+    comm = process_group
+
+    def made(memory_format, transposed):
+        torch.manual_seed(0)
+        conv, head = torch.nn.Conv2d(3, 4, 3).to(memory_format=memory_format), torch.nn.Linear(4, 5)
+        if transposed:
+            head.weight = torch.nn.Parameter(head.weight.detach().t().contiguous().t())
+        model = torch.nn.Sequential(conv, torch.nn.Flatten(2), torch.nn.AdaptiveAvgPool1d(1), torch.nn.Flatten(), head)
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        state = HookState(comm, name, model)
+        model.register_comm_hook(state, comm_hook)
+        return model, state
+
+    model, state = made(torch.channels_last, True)
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(comm.rank))
+    model(x).square().sum().backward()
+    given = torch.autograd.grad(model.module(x).square().sum(), [*model.parameters()])
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    saved = state.state_dict()
+    for gradient, (key, p) in zip(given, model.module.named_parameters(), strict=True):
+        left = (gradient - saved["tensors"]["residual"][key]).contiguous().numpy()
+        torch.testing.assert_close(torch.from_numpy(comm.allreduce(left)) / comm.size, p.grad, rtol=1e-4, atol=1e-4)
+    _, plain = made(torch.contiguous_format, False)
+    plain.load_state_dict(saved)
+    for other in (state, plain):
+        other.load_state_dict(saved)
+        again = other.state_dict()["tensors"]["residual"]
+        assert all(torch.equal(again[key], t) for key, t in saved["tensors"]["residual"].items())
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_ddp_hook_refuses_complex_parameters(process_group, given):
+    class Turn(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x * self.weight).abs().sum()
+
+    model = torch.nn.parallel.DistributedDataParallel(Turn())
+    with pytest.raises(TypeError, match=r"expected floating-point tensors, got torch\.complex64: keep real numbers"):
+        model.register_comm_hook(HookState(process_group, "topk", model if given else ()), comm_hook)
+        model(torch.ones(4)).backward()
+
+
 @pytest.mark.parametrize("I", [2, 3])
 def test_covap_in_the_ddp_hook_sends_its_buckets_in_turn(process_group, I):
     """All are sent until DDP has made its last buckets, and they are known: for two steps. Then Definition 1 holds."""

@@ -11,6 +11,7 @@ from sharded_models import (  # noqa: E402
     Net,
     W,
     attached,
+    batch,
     train,
     whole,
 )
@@ -131,23 +132,35 @@ def test_a_checkpoint_has_the_state_of_a_frozen_layer(comm, path, old, new, meth
         assert all(map(torch.equal, whole(model.parameters()), expected))
 
 
-def test_a_layer_that_was_never_trained_has_no_state(comm, path):
-
+def test_a_layer_that_was_never_trained_has_no_state(comm, path, caplog):
+    """Where it is trained when the checkpoint is loaded, its residual is zero, and rank 0 warns."""
     net = Linear()
     net.b.requires_grad_(False)
-    _, reductions = attached(None, "topk", net)
+    model, reductions = attached(MIDDLE, "topk", net)
+    train_sum(model, comm.rank)
     dcp.save({"sparsecoll": reductions.state_dict()}, checkpoint_id=path)
-    model, other = attached(None, "topk", Linear())
-    model.b.requires_grad_(False)
-    other.load(path)
-    assert set(other.state_dict()["tensors"]["residual"]) == {"a.weight", "a.bias"}
+    for frozen in (True, False):
+        model, other = attached(MIDDLE, "topk", Linear())
+        train_sum(model, comm.rank)
+        model.b.requires_grad_(not frozen)
+        other.load(path)
+        residual = other.state_dict()["tensors"]["residual"]
+        assert set(residual) == {"a.weight", "a.bias", *(() if frozen else ("b.weight", "b.bias"))}
+        assert all(t.full_tensor().any() == name.startswith("a.") for name, t in residual.items())
+        warns = comm.rank == 0 and not frozen
+        assert ("checkpoint: expected state of 'b.weight', 'b.bias', got none" in caplog.text) == warns
+
+
+def train_sum(model, rank):
+    model(batch(rank, 0)[0]).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
 
 
 def test_a_checkpoint_without_this_state_is_refused(comm, path):
 
     _, reductions = attached(1, "topk")
     dcp.save({"sparsecoll": reductions.state_dict()}, checkpoint_id=path)
-    with pytest.raises(ValueError, match="key: expected one that the checkpoint has, got 'residuals'"):
+    with pytest.raises(ValueError, match=r"^rank 0: key: expected one that the checkpoint has, got 'residuals'"):
         reductions.load(path, key="residuals")
     _, other = attached(W, "efsignsgd")
     with pytest.raises(ValueError, match=r"checkpoint: expected the state of compressor efsignsgd.*, got that of topk"):

@@ -1,5 +1,6 @@
 """What `sparsecoll.torch.fsdp.attach` and its reductions refuse, on all ranks."""
 
+import contextlib
 import re
 
 import pytest
@@ -53,6 +54,18 @@ def test_ranks_that_differ(comm):
         net = torch.nn.Linear(6, 5 + (comm.rank == 0))
         with pytest.raises(CommunicationError, match="expected the same value on all ranks"):
             attached(nodes, "topk", net)
+
+
+@pytest.mark.parametrize(("method", "scale"), [("topk", 64.0), ("topk", 1.0), ("none", 64.0)])
+def test_a_scaler_that_residuals_do_not_know_is_refused(comm, method, scale):
+    model, _ = attached(None, method, Linear())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(model(batch(comm.rank, 0)[0])).backward()
+    refused = pytest.raises(
+        RuntimeError, match=r"attach has to know the GradScaler .* pass grad_scaler=scaler to attach"
+    )
+    with refused if (method, scale) == ("topk", 64.0) else contextlib.nullcontext():
+        scaler.step(optimizer)
 
 
 def test_an_optimizer_within_back_propagation_is_refused(comm):

@@ -211,7 +211,7 @@ def test_residuals_do_not_have_the_factors_of_torch(comm, nodes, dtype, factor):
     if factor is not None and shards > 1:  # torch divides twice if there is nothing to sum
         model.set_gradient_divide_factor(factor)
         model.set_force_sum_reduction_for_comms(True)
-        net.register_forward_hook(lambda module, inputs, output: output * shards / factor)
+        net.register_forward_hook(lambda module, inputs, output: output * W / factor)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     before = whole(model.parameters())
     for step in range(3):

@@ -1,5 +1,7 @@
 """Mixed precision: GradScaler with and without overflows, and autocast, over MPI."""
 
+import contextlib
+
 import pytest
 import torch
 from runs import HOOK, LOCAL, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, net
@@ -88,6 +90,17 @@ def test_residuals_do_not_know_of_the_scale(comm, way, clip):
     close(run.values(), plain.values(), 1e-6)
     for (name, t), (_, expected) in zip(residuals(run), residuals(plain), strict=True):
         torch.testing.assert_close(t, expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("compressor", "scale"), [(TOPK, 64.0), (TOPK, 1.0), ("none", 64.0)], ids=str)
+def test_the_hook_refuses_a_scaler_that_residuals_do_not_know(comm, compressor, scale):
+    run = Run(HOOK, comm, single, sgd, compressor, torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(run.loss(0)).backward()
+    scaler.unscale_(run.optimizer)
+    refused = pytest.raises(RuntimeError, match=r"HookState has to know the GradScaler .* pass grad_scaler=scaler to")
+    with refused if scale != 1 and compressor == TOPK else contextlib.nullcontext():
+        scaler.step(run.optimizer)
 
 
 @pytest.mark.parametrize("mean", ["after", "never"])

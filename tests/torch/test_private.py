@@ -224,6 +224,14 @@ def test_is_called_by_scaler():
     assert called == [True, False]
 
 
+def test_calling_scaler():
+    (scaler, optimizer), called = scaled(1.0), []
+    optimizer.register_step_post_hook(lambda *_: called.append(private.calling_scaler()))
+    scaler.step(optimizer)
+    optimizer.step()
+    assert called == [scaler, None]
+
+
 def test_scaler_state():
     scaler, optimizer = scaled(float("inf"))
     assert private.scaler_state(scaler, id(optimizer)) == {}

@@ -7,6 +7,7 @@ sharded as the parameter is. What is conserved if their number changes is the su
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from sparsecoll.torch.reduction.state import Tensors
 from sparsecoll.transport import Transport
 
 Placements = tuple[Any, ...]
+logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -189,7 +191,8 @@ class Checkpoint:
         if saved.partition("(")[0] != method.partition("(")[0]:
             raise ValueError(f"checkpoint: expected the state of compressor {method}, got that of {saved}")
         ranks = {name.rpartition(".")[2] for name in metadata if name.startswith(f"{key}.buckets.")}
-        known = {shard.name: shard for shard in shards}
+        known: dict[str, Shard] = {shard.name: shard for shard in shards}
+        missing: dict[str, str] = {}
         same = ranks == {str(rank) for part in self._ranks for rank in part}
         for kind in state["tensors"]:
             entries, replicated = template["tensors"].setdefault(kind, {}), kind in state["replicated"]
@@ -197,7 +200,7 @@ class Checkpoint:
                 own, stored = entries.pop(name, None), metadata.get(f"{key}.tensors.{kind}.{name}")
                 if stored is None:
                     if own is not None and shard.param.requires_grad:
-                        raise ValueError(f"checkpoint: expected {kind} of {name!r}, got none")
+                        missing.setdefault(name, kind)
                 elif own is not None and stored.size == own.shape:
                     entries[name] = own
                 elif not replicated and stored.size[1:] == shard.param.shape:
@@ -205,9 +208,26 @@ class Checkpoint:
                     same = same and stored.size[0] == self._owners
                 elif replicated and own is None and saved == method and stored.size[0] == len(self._ranks[0]):
                     entries[name] = self._zeros(stored, shard, whole=False)  # of a layer that is frozen here
+        if missing:
+            first = f"{key}.tensors."
+            names = {name.removeprefix(first).partition(".")[2] for name in metadata if name.startswith(first)}
+            self._begin_anew(missing, names - (known.keys() - missing.keys()))
         if not same:
             template["buckets"] = {}
         return template
+
+    def _begin_anew(self, missing: Mapping[str, str], others: set[str]) -> None:
+        """Warn of parameters of which a checkpoint has no state, or raise if it has `others` or a part of the state.
+
+        Args:
+            missing: a kind of state by name of the parameter.
+        """
+        if others:
+            name, kind = next(iter(missing.items()))
+            raise ValueError(f"checkpoint: expected {kind} of {name!r}, got none")
+        if torch.distributed.get_rank() == self._ranks[0][0]:
+            names = ", ".join(map(repr, missing))
+            logger.warning("checkpoint: expected state of %s, got none, as of frozen layers: it begins anew", names)
 
     def _zeros(self, stored: Any, shard: Shard, whole: bool) -> DTensor:
         """Return zeros of the size and dtype of a tensor in a checkpoint, over all ranks or over this replica's."""

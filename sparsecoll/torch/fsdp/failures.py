@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from sparsecoll.transport.call import KNOWN, CollectiveCall
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+RANK = re.compile(r"^rank \d+: ")  # with which a call begins the text of an exception
 
 
 class Failures:
@@ -103,7 +105,7 @@ class Failures:
             raise self.error
 
         failed, kind = self.error, KNOWN.get(type(self.error).__name__)
-        failed = failed if kind is None else kind(str(failed))  # which no rank knows here
+        failed = failed if kind is None else kind(RANK.sub("", str(failed)))  # which no rank knows here
         try:
             return collective(transport, name, self._timeout, function, phase, failed)
         except Exception as error:

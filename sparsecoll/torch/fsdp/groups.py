@@ -126,6 +126,10 @@ class Group:
         )
         return after or 1.0
 
+    def factor(self, replicas: int) -> float:
+        """Return by what the mean over replicas is to be multiplied: torch sums with `set_gradient_divide_factor`."""
+        return 1.0 if self._group.gradient_divide_factor is None else float(replicas)
+
     def layout(self, index: int, lengths: tuple[int, ...], parts: int) -> Layout:
         """Return the layout of the gradients of `parts` ranks, one after the other, as FSDP lays them out."""
         shards = self.shards

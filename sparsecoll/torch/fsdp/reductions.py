@@ -18,6 +18,7 @@ from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.failures import Failures
 from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard, reduce_scatter_tensors
 from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.grad_scaler import refuse_unknown
 from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import Row
 from sparsecoll.torch.replica.replica import Replica
@@ -69,7 +70,7 @@ class ShardedReductions:
         self._failures = Failures(replica.transport, node, replica.options.timeout)
         self._steps = Steps(self._buckets, replica, self._trained, "what attach() returned", self._any, self._in_layout)
         self._steps.follow_optimizers(compressor, warns=replica.transport.rank == node.rank == 0)
-        self._steps.after = self._compare
+        self._steps.after = partial(self._after_step, compressor)
         self._bind()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,8 +107,9 @@ class ShardedReductions:
 
         return self._failures.call(self._node, "steps", combine, "agree")
 
-    def _compare(self) -> None:
-        """After a step: compare replicas if that is due."""
+    def _after_step(self, compressor: Compressor) -> None:
+        """Refuse a GradScaler that was not passed, and compare replicas if that is due."""
+        refuse_unknown(self._scaler, compressor, "attach")
         if not self._scattered:
             self._replica.params = {shard.name: shard.local for shard in self._shards}
             self._replica.compare_if_due()
@@ -145,9 +147,12 @@ class ShardedReductions:
         memory = bucket.gradient_buffer().tensor
         return memory if memory.dtype == dtype else None
 
-    def _receive(self, index: int, values: torch.Tensor, out: torch.Tensor | None = None, factor: float = 1.0) -> None:
+    def _receive(
+        self, index: int, values: torch.Tensor, out: torch.Tensor | None = None, factor: float | None = None
+    ) -> None:
         """Reduce the gradients of a group, in place without `out`; runs on the thread that back-propagates."""
         out = values if out is None else out
+        factor = self._groups[index].factor(self._transport.size) if factor is None else factor
         self._begin()
         device = self._buckets[index][0].layout.device
         again = index in self._reduced

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from sparsecoll.torch.tensors.private import check_overflow, is_called_by_scaler, scale_device, scaler_state
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.tensors.private import (
+    calling_scaler,
+    check_overflow,
+    is_called_by_scaler,
+    scale_device,
+    scaler_state,
+)
 
 
 def enabled(scaler: Any) -> torch.amp.GradScaler | None:
@@ -15,6 +22,21 @@ def enabled(scaler: Any) -> torch.amp.GradScaler | None:
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
     return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def refuse_unknown(known: Any, compressor: Compressor, owner: str) -> None:
+    """In a step, raise if a GradScaler calls it by whose scale the gradients in a residual were not divided.
+
+    Args:
+        known: the scaler by which they were, or None.
+        owner: of the argument `grad_scaler`.
+    """
+    scaler = calling_scaler() if compressor.unscales else None
+    if scaler not in (None, known) and scaler.get_scale() != 1:
+        raise RuntimeError(
+            f"{owner} has to know the GradScaler that calls step(), since residuals would keep scaled gradients: pass"
+            f" grad_scaler=scaler to {owner}"
+        )
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:

@@ -162,6 +162,39 @@ def has_rows(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1 and gradient.numel() > 0
 
 
+def all_zero(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is zero everywhere, as DDP passes those of parameters that were not used."""
+    values = gradient.view(-1)
+    return not values[:1024].any() and not values.any()  # one that was used is rarely read to the end
+
+
+def in_memory_order(
+    tensors: Mapping[str, Mapping[str, torch.Tensor]], params: Mapping[str, torch.Tensor], back: bool
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return tensors by kind and parameter name with their values in the order of the parameter's memory.
+
+    DDP's buckets have this order, except for parameters with gaps in their memory. Tensors of other shapes stay as they
+    are.
+
+    Args:
+        back: undo it.
+    """
+    return {
+        kind: {name: _in_memory_order(t, params.get(name), back) for name, t in entries.items()}
+        for kind, entries in tensors.items()
+    }
+
+
+def _in_memory_order(t: torch.Tensor, p: torch.Tensor | None, back: bool) -> torch.Tensor:
+    if p is None or p.is_contiguous() or p.stride() != torch.empty_like(p, device="meta").stride():
+        return t
+    if t.is_sparse or t.shape != p.shape:
+        return t
+    usual = torch.empty(p.shape, device="meta").stride()
+    before, after = (usual, p.stride()) if back else (p.stride(), usual)
+    return torch.empty_strided(p.shape, before, dtype=t.dtype, device=t.device).copy_(t).as_strided(p.shape, after)
+
+
 def rows_like(p: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return a coalesced sparse tensor of the shape and dtype of a parameter.
 

@@ -241,6 +241,17 @@ def is_called_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
     return "found_inf" in vars(optimizer)
 
 
+def calling_scaler() -> torch.amp.GradScaler | None:
+    """Return the GradScaler that calls the step of an optimizer on this thread, or None; most optimizers never see it.
+
+    It is found on the stack.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
 def scaler_state(scaler: torch.amp.GradScaler, key: int) -> dict[str, Any]:
     """Return what a scaler has recorded of the optimizer with this id since `update()`; nothing public tells it."""
     return scaler._per_optimizer_states.get(key, {})
