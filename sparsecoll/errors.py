@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
+
 
 class CommunicationError(RuntimeError):
     """Ranks pass different arguments, a peer does not answer within `timeout`, or a message is invalid.
@@ -34,10 +36,16 @@ def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
         raise ValueError(f"{argument}: expected one of {', '.join(choices)}, got {value!r}")
 
 
-def check_integer(argument: str, value: object, least: int, most: int | None = None) -> None:
-    """Raise unless the value of an argument is an integer of at least `least` and at most `most`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_flag(argument: str, value: object) -> None:
+    """Raise TypeError unless the value of an argument is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument}: expected True or False, got {value!r}")
+
+
+def check_integer(argument: str, value: object, least: int | None = None, most: int | None = None) -> None:
+    """Raise unless the value of an argument is an integer, also of NumPy, of at least `least` and at most `most`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{argument}: expected an integer, got {value!r}")
-    if value < least or (most is not None and value > most):
+    if (least is not None and value < least) or (most is not None and value > most):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{argument}: expected {expected}, got {value}")

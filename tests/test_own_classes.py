@@ -127,6 +127,14 @@ class Cutting(Own):
         return Reduction(total.slice_entries(0, total.nnz - 1), x)
 
 
+class Leftwards(Own):
+    """Passes vectors round a ring, but to rank -1 from rank 0."""
+
+    def __call__(self, channel, x, k):
+        channel.isend(channel.rank - 1, x)
+        return Reduction(channel.merge([x, channel.recv((channel.rank + 1) % channel.size)]), x)
+
+
 class Racing(Own):
     """Adds the vectors in the order in which the ranks have begun."""
 
@@ -148,6 +156,7 @@ class Racing(Own):
         (Narrow, AssertionError, "'random' of float16 on 5 ranks.* expected values .* of float16, got float32"),
         (OnlyOwn, AssertionError, "'random' of float32 on 2 ranks.* expected the same bits on all ranks"),
         (Forgetful, AssertionError, "what contributed does not add up to the result"),
+        (Leftwards, AssertionError, "destination: expected a rank from 0 to ., got -1"),
         (Racing, AssertionError, "expected the same bits in every run, whatever the order of messages"),
         (Cutting, AssertionError, "what contributed does not add up|another result than expected"),
     ],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import numpy as np
 
+from sparsecoll.errors import check_integer
 from sparsecoll.formats import Buffer
 from sparsecoll.select import Selector, Vector, topk
 from sparsecoll.select.base import Stateful, check_selector
@@ -109,7 +110,7 @@ class Algorithm(Stateful, ABC):
 
     Raises:
         ValueError: `k` is negative, or another option is out of range.
-        TypeError: `selector` is neither a selector nor None.
+        TypeError: An option has a wrong type.
     """
 
     name: ClassVar[str]
@@ -126,8 +127,8 @@ class Algorithm(Stateful, ABC):
     _epoch: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.k is not None and self.k < 0:
-            raise ValueError(f"k: expected at least 0, got {self.k}")
+        if self.k is not None:
+            check_integer("k", self.k, 0)
         check_selector(self.selector)
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:

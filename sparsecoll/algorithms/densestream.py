@@ -8,7 +8,7 @@ from functools import partial
 from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.algorithms.primitives import halving, partition, pipeline
-from sparsecoll.errors import check_choice
+from sparsecoll.errors import check_choice, check_flag
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
@@ -41,10 +41,12 @@ class DenseStream(Algorithm):
             quantiles of each rank, which requires similar supports. "histogram" uses quantiles of the entries of all
             ranks together, which balances any distribution. "even" makes regions of equal width.
         fill: for a dense x, send true values instead of the zeros inside DenseStream blocks, which takes no more bytes
-            (end of section IV.B); they count as contributed (default: False).
+            of the format "densestream" without `value_dtype` (end of section IV.B); they count as contributed
+            (default: False).
 
     Raises:
         ValueError: `repartition` is none of these.
+        TypeError: `fill` is not a bool.
     """
 
     name = "densestream"
@@ -57,6 +59,7 @@ class DenseStream(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("repartition", self.repartition, partition.METHODS)
+        check_flag("fill", self.fill)
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select the k entries, and with `fill` also the values inside their blocks."""

@@ -29,7 +29,7 @@ class Hierarchical(Algorithm):
     back. Memory: the entries of a node.
 
     Args:
-        k: as in `sparsecoll.Algorithm`.
+        k: as in `sparsecoll.Algorithm`; None, the default, for that of `inner`.
         selector: as in `sparsecoll.Algorithm`.
         inner: name or object of the algorithm between nodes (default: "auto", the exact sum).
 
@@ -48,6 +48,7 @@ class Hierarchical(Algorithm):
         from sparsecoll.algorithms import as_algorithm
 
         self._between = as_algorithm(self.inner)
+        self.k = self._between.k if self.k is None else self.k
 
     @property
     def semantics(self) -> str:  # type: ignore[override]

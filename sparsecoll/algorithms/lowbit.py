@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.primitives import pipeline
-from sparsecoll.errors import CommunicationError, NonFiniteError, check_choice
+from sparsecoll.errors import CommunicationError, NonFiniteError, check_choice, check_integer
 from sparsecoll.formats import Buffer, Codes
 from sparsecoll.formats.codes import check_bucket
 from sparsecoll.kernels.memory import empty
@@ -64,9 +64,10 @@ class LowBit(Algorithm):
         seed: seed of the stochastic rounding (default: 0); each rank and call derives its own from it.
 
     Raises:
-        ValueError: An option is out of range, 1 bit is used without rounding="nearest", or `value_dtype` is given; or,
-            on every rank, a value or sum is not finite, which has no scale, whatever `nonfinite` says.
-        TypeError: On every rank, if x does not hold float16, bfloat16, float32 or float64.
+        ValueError: An option is out of range, 1 bit is used without rounding="nearest", or a call has `value_dtype`,
+            `k` or `density`; or, on every rank, a value or sum is not finite, which has no scale, whatever `nonfinite`
+            says, or with rounding="nearest" in 1 or 2 bits the magnitudes of a bucket add up to more than 3.4e38.
+        TypeError: An option has a wrong type; or, on every rank, x does not hold float16, bfloat16, float32 or float64.
 
     See Also:
         `sparsecoll.torch.compressors.QSGD`, `sparsecoll.torch.compressors.efsignsgd`.
@@ -95,12 +96,14 @@ class LowBit(Algorithm):
             raise ValueError(f"k, selector: expected None for {self.name!r}, which sums all values: use bits={self.k}")
         check_choice("levels", self.levels, LEVELS)
         check_choice("rounding", self.rounding, ROUNDING)
+        check_integer("bits", self.bits)
         if self.bits not in LEVELS[self.levels]:
             expected = ", ".join(map(str, LEVELS[self.levels]))
             raise ValueError(f"bits: expected one of {expected} with levels={self.levels!r}, got {self.bits}")
         if self.bits == 1 and self.rounding != "nearest":
             raise ValueError(f"rounding: expected 'nearest' with 1 bit, got {self.rounding!r}")
         check_bucket(self.bucket)
+        check_integer("seed", self.seed)
 
     @property
     def codes(self) -> Codes:

@@ -16,7 +16,7 @@ from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, digest
 from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.algorithms.primitives.balance import balanced
 from sparsecoll.algorithms.primitives.global_topk import global_topk
-from sparsecoll.errors import NonFiniteError, check_choice, check_integer
+from sparsecoll.errors import NonFiniteError, check_choice, check_flag, check_integer
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.all_ranks import allgather, sums_and_maxima
 from sparsecoll.transport.channel import Channel, VectorRequest
@@ -92,6 +92,7 @@ class OkTopk(Algorithm):
         super().__post_init__()
         for name in ("tau", "tau_prime", "bucket"):
             check_integer(name, getattr(self, name), 1)
+        check_flag("exact", self.exact)
         check_choice("repartition", self.repartition, partition.METHODS)
         if not self.balance_factor >= 1 or not self.tolerance >= 0:
             raise ValueError(

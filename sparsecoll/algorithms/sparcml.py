@@ -12,7 +12,7 @@ from sparsecoll.errors import check_choice
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.network import Network
+from sparsecoll.transport.network import Network, check_model
 from sparsecoll.vector import SparseVector
 
 VARIANTS = ("auto", "recursive_double", "split_allgather", "dynamic")
@@ -48,6 +48,7 @@ class SparCML(Algorithm):
 
     Raises:
         ValueError: `variant` is none of these.
+        TypeError: `network` is not a Network.
     """
 
     name = "sparcml"
@@ -60,6 +61,7 @@ class SparCML(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("variant", self.variant, VARIANTS)
+        check_model("network", self.network)
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         variant = self.variant

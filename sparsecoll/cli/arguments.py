@@ -35,7 +35,7 @@ def count(text: str) -> int:
     """Return a whole number of at least 1."""
     number = _number(text)
     if not 1 <= number <= sys.maxsize or int(number) != number:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1 and below 2^63, got {text!r}")
     return int(number)
 
 

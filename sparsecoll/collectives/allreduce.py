@@ -275,6 +275,11 @@ def arguments_of(
     dense = k is None and isinstance(vector, DenseVector)
     if dense and not algorithm.takes_dense:
         raise ValueError(f"k, density: expected one of them for a dense x with algo={algorithm.name!r}, got neither")
+    if k is not None and algorithm.takes_dense and algorithm.returns_dense:
+        raise ValueError(
+            f"k, density: expected neither with algo={algorithm.name!r}, which sums all values, got"
+            f" k={options.k} and density={options.density}"
+        )
     if not options.operation.sums and not algorithm.takes_ops:
         raise ValueError(
             f"op: expected 'sum' or 'mean' with algo={algorithm.describe()}, got {options.operation.name!r}:"

@@ -18,7 +18,7 @@ from sparsecoll.algorithms import ROW_ALGORITHMS, Algorithm
 from sparsecoll.collectives import convert, keyed
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.tensors import ToArray
-from sparsecoll.errors import NonFiniteError, check_choice
+from sparsecoll.errors import NonFiniteError, check_choice, check_integer
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport import Transport, as_transport
@@ -136,10 +136,7 @@ class CallOptions:
         k = default if k is None else k
         if k is None:
             return None
-        if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
-            raise TypeError(f"k: expected an integer, got {type(k).__name__}")
-        if k < 0:
-            raise ValueError(f"k: expected at least 0, got {k}")
+        check_integer("k", k, 0)
         return int(k)
 
     def check_operation(self, x: Vector | RowSparse) -> None:

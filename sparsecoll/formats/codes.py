@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsecoll.errors import check_integer
 from sparsecoll.formats.base import Buffer, Format
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import Code
@@ -82,9 +83,8 @@ def encode_finite(form: Format, codes: Codes, values: Any, first: int, seed: int
 
 
 def check_bucket(bucket: int) -> None:
-    """Raise ValueError unless `bucket` is a number of values that may share a scale."""
-    if not 8 <= bucket < 2**32:
-        raise ValueError(f"bucket: expected in [8, 2^32), got {bucket}")
+    """Raise unless `bucket` is a number of values that may share a scale."""
+    check_integer("bucket", bucket, 8, 2**32 - 1)
 
 
 def check_dtype(form: Format, x: SparseVector) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsecoll.errors import CommunicationError
+from sparsecoll.errors import CommunicationError, check_integer
 from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype
 from sparsecoll.formats.codes import Codes, check_dtype, encode_finite
 from sparsecoll.kernels import kernels_of
@@ -223,6 +223,7 @@ class PackedCodesFormat(PackedFormat):
 
     Raises:
         ValueError: `bits` is out of range.
+        TypeError: `bits` is not an integer.
     """
 
     id = 10
@@ -233,6 +234,7 @@ class PackedCodesFormat(PackedFormat):
     bits: int = 4
 
     def __post_init__(self) -> None:
+        check_integer("bits", self.bits)
         if self.bits not in (8, 4):
             raise ValueError(f"bits: expected 8 or 4, got {self.bits}")
 

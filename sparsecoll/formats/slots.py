@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.errors import CommunicationError
+from sparsecoll.errors import CommunicationError, check_integer
 from sparsecoll.formats.base import (
     HEADER,
     Buffer,
@@ -43,7 +43,8 @@ class SlotsFormat(Format):
         seed: seed of the hash function. The receiver does not need it, so ranks may have different ones.
 
     Raises:
-        ValueError: `m` is not in (0, 2^32).
+        ValueError: `m` is not in (0, 2^32), or `seed` is negative.
+        TypeError: One of them is not an integer.
     """
 
     id = 6
@@ -54,8 +55,9 @@ class SlotsFormat(Format):
     seed: int = field(default=0, repr=False)  # not among the arguments that ranks compare
 
     def __post_init__(self) -> None:
-        if self.m is not None and not 0 < self.m < 2**32:
-            raise ValueError(f"m: expected in (0, 2^32), got {self.m}")
+        if self.m is not None:
+            check_integer("m", self.m, 1, 2**32 - 1)
+        check_integer("seed", self.seed, 0)
 
     def most_bytes(self, length: int, entry: int) -> int:
         return super().most_bytes(max(length, self.m or 0), entry)

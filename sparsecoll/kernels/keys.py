@@ -137,10 +137,10 @@ def key_of(threshold: float, dtype: np.dtype[np.generic]) -> int:
     dtype = _magnitude_dtype(dtype)
     if not is_float(dtype):
         return int(np.ceil(threshold)) if np.isfinite(threshold) else nan_key(dtype)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         cast = np.asarray([threshold], dtype=np.float64).astype(dtype)
-    if float(cast[0]) < threshold:
-        cast = np.nextafter(cast, np.asarray(np.inf, dtype))
+        if float(cast[0]) < threshold:
+            cast = np.nextafter(cast, np.asarray(np.inf, dtype))
     return _key(cast)
 
 

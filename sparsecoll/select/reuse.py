@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from sparsecoll.errors import check_integer
 from sparsecoll.select.base import Selector, Vector, check_k, checked
 from sparsecoll.vector import SparseVector
 
@@ -26,6 +27,10 @@ class ThresholdReuse(Selector):
 
     Attributes:
         value: the threshold; None before the first call.
+
+    Raises:
+        ValueError: `period` or `tolerance` is out of range.
+        TypeError: `period` is not an integer.
     """
 
     name = "reuse"
@@ -41,6 +46,11 @@ class ThresholdReuse(Selector):
     PROBE = 1.1  # the slope is measured between the threshold and PROBE times it
     INTEGRAL = 0.5  # how much of an error counts as drift
     JUMP = 0.1  # the largest error that counts as drift
+
+    def __post_init__(self) -> None:
+        check_integer("period", self.period, 1)
+        if not self.tolerance >= 0:
+            raise ValueError(f"tolerance: expected at least 0, got {self.tolerance}")
 
     @property
     def due(self) -> bool:

@@ -45,7 +45,7 @@ class Collector:
         for phase, counts in moved.phases.items():
             rest += counts
             self._counts[name, algorithm, phase] = self._counts.get((name, algorithm, phase), Counts()) + counts
-        rest.seconds = min(rest.seconds, 0.0)  # phases may be nested
+        rest.seconds = min(rest.seconds, 0.0)  # those of phases may round up
         self._counts[name, algorithm, ""] = self._counts.get((name, algorithm, ""), Counts()) - rest
         self._calls[name, algorithm] = self._calls.get((name, algorithm), 0) + 1
 

@@ -91,6 +91,7 @@ class Transport(ABC):
         self.validated: dict[Any, Any] = {}
         self.broken, self.revoked, self._setting_up = "", False, False
         self._phase: Counts | None = None
+        self._phase_start = 0.0
         self._staging: Any = None
         self.abort: Callable[[], object] = partial(os._exit, 1)
         process.add(self)
@@ -286,7 +287,12 @@ class Transport(ABC):
         return self._staging
 
     def isend(self, destination: int, buffer: Buffer) -> None:
-        """Send bytes without blocking; the buffer must not change until `waitall`."""
+        """Send bytes without blocking; the buffer must not change until `waitall`.
+
+        Raises:
+            ValueError: `destination` is no rank.
+        """
+        self._check_rank("destination", destination)
         for counts in self._counters():
             counts.bytes_sent += buffer.size
             counts.messages_sent += 1
@@ -303,9 +309,17 @@ class Transport(ABC):
         Args:
             source: rank that sends it.
             into: memory for the message, used if it has exactly this size; None, the default, for a new buffer.
+
+        Raises:
+            ValueError: `source` is no rank.
         """
+        self._check_rank("source", source)
         self._check()
         return ReceiveRequest(self, self._irecv(source, into))
+
+    def _check_rank(self, argument: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{argument}: expected a rank from 0 to {self.size - 1}, got {rank}")
 
     def check_room(self, source: int, size: int, room: int) -> None:
         """Raise CommunicationError unless a message of `size` bytes may be received."""
@@ -343,20 +357,23 @@ class Transport(ABC):
 class _Phase:
     """The context manager of `Transport.phase`."""
 
-    __slots__ = ("_counts", "_name", "_outer", "_start", "_transport")
+    __slots__ = ("_name", "_outer", "_transport")
 
     def __init__(self, transport: Transport, name: str) -> None:
         self._transport, self._name = transport, name
 
     def __enter__(self) -> None:
-        transport = self._transport
-        phases = transport.traffic.phases
-        self._outer, self._start = transport._phase, transport.now()
-        self._counts = transport._phase = phases.get(self._name) or phases.setdefault(self._name, Counts())
+        self._outer, phases = self._transport._phase, self._transport.traffic.phases
+        self._go_on_with(phases.get(self._name) or phases.setdefault(self._name, Counts()))
 
     def __exit__(self, *error: object) -> None:
-        self._counts.seconds += self._transport.now() - self._start
-        self._transport._phase = self._outer
+        self._go_on_with(self._outer)
+
+    def _go_on_with(self, phase: Counts | None) -> None:
+        transport, now = self._transport, self._transport.now()
+        if transport._phase is not None:
+            transport._phase.seconds += now - transport._phase_start
+        transport._phase, transport._phase_start = phase, now
 
 
 @dataclass(slots=True)

@@ -21,10 +21,10 @@ class LocalTransport(Transport):
         return [0]
 
     def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
-        raise CommunicationError(f"send: rank {destination} does not exist on a communicator of one rank")
+        raise CommunicationError("send: a communicator of one rank has no other rank")
 
     def _irecv(self, source: int, into: Buffer | None) -> Any:
-        raise CommunicationError(f"receive: rank {source} does not exist on a communicator of one rank")
+        raise CommunicationError("receive: a communicator of one rank has no other rank")
 
     def waitall(self) -> None:
         pass

@@ -79,6 +79,12 @@ class Costs:
         return self.call + seconds
 
 
+def check_model(argument: str, value: object, kind: type = Network) -> None:
+    """Raise TypeError unless the value of an argument is a Network, or another `kind` of model, or None."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{argument}: expected a sparsecoll.{kind.__name__} or None, got {value!r}")
+
+
 def _check_costs(costs: Any) -> None:
     """Raise unless all fields are finite numbers of at least 0."""
     for name, value in vars(costs).items():

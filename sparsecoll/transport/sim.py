@@ -8,12 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from sparsecoll.errors import check_integer
 from sparsecoll.telemetry.trace import record
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.transport.network import Costs, Network
+from sparsecoll.transport.network import Costs, Network, check_model
 from sparsecoll.transport.virtual_ranks import Schedule, SimTransport, Stopped, World
 
 T = TypeVar("T")
@@ -169,15 +167,14 @@ def simulate(
     [0, 1, 2]
     """
     for name, count in (("P", P), ("ranks_per_node", ranks_per_node)):
-        check_integer(name, int(count) if isinstance(count, np.integer) else count, 1)
+        check_integer(name, count, 1)
     if not callable(fn):
         raise TypeError(f"fn: expected a function of a communicator, got {fn!r}")
     if schedule is not None and not callable(schedule):
         raise TypeError(f"schedule: expected a function of a list of steps, or None, got {schedule!r}")
-    models: list[tuple[str, Any, type]] = [("network", network, Network), ("inside", inside, Network)]
-    for name, model, kind in [*models, ("costs", costs, Costs)]:
-        if model is not None and not isinstance(model, kind):
-            raise TypeError(f"{name}: expected a sparsecoll.{kind.__name__} or None, got {model!r}")
+    check_model("network", network)
+    check_model("inside", inside)
+    check_model("costs", costs, Costs)
     world = World(P, network or Network(), ranks_per_node, inside or Network(1e-6, 1e-10), schedule)
     members = list(range(P))
     transports = [SimTransport(world, members, rank, costs) for rank in members]

@@ -231,7 +231,7 @@ def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
         return wide.reshape(values.shape)  # type: ignore[no-any-return]
     if dtype.kind == "f" and values.dtype.kind == "f" and dtype.itemsize < values.dtype.itemsize:
         limit = np.finfo(dtype).max
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             narrow = values.astype(dtype)
         overflown = np.isinf(narrow) & np.isfinite(values)
         if overflown.any():

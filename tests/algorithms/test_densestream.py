@@ -88,6 +88,8 @@ def test_zeros_inside_blocks_carry_true_values_that_contribute(P):
     np.testing.assert_array_equal(sum(r[0] for r in filled), sum(r[1] for r in filled) + filled[0][2])
 
 
-def test_an_unknown_way_to_repartition_is_refused():
+def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match=r"repartition: expected one of histogram, average, even, got 'equal'"):
         DenseStream(repartition="equal")
+    with pytest.raises(TypeError, match="fill: expected True or False, got 'no'"):
+        DenseStream(fill="no")

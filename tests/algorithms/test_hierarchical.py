@@ -102,6 +102,15 @@ def test_an_error_between_nodes_reaches_every_rank():
     assert simulate(8, program, ranks_per_node=2).results == [8.0] * 8
 
 
+@pytest.mark.parametrize(("k", "expected"), [(None, 7), (5, 5)])
+def test_k_is_that_of_inner_unless_given(k, expected):
+    def program(comm):
+        x = np.random.default_rng(comm.rank).standard_normal(1000)
+        return sparsecoll.allreduce(comm, x, Hierarchical(k=k, inner=sparsecoll.OkTopk(k=7))).nnz
+
+    assert simulate(4, program, ranks_per_node=2).results == [expected] * 4
+
+
 def test_state_is_saved_and_wrong_options_are_refused():
     algorithm = Hierarchical(inner=sparsecoll.OkTopk(tau_prime=4), k=5)
     x = np.random.default_rng(0).standard_normal(1000)

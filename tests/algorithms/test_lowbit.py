@@ -141,6 +141,9 @@ def test_wrong_options_are_refused():
     ):
         with pytest.raises(ValueError, match="expected"):
             LowBit(**options)
+    for options in ({"bits": 8.0}, {"bits": "8"}, {"bucket": 512.0}, {"seed": "a"}):
+        with pytest.raises(TypeError, match=f"{next(iter(options))}: expected an integer, got"):
+            LowBit(**options)
 
     def program(comm):
         with pytest.raises(TypeError, match="expected one of float16"):
@@ -149,5 +152,8 @@ def test_wrong_options_are_refused():
             sparsecoll.allreduce(comm, np.ones(9, np.float32), LowBit(), value_dtype="float16")
         with pytest.raises(ValueError, match="op: expected 'sum' or 'mean'"):
             sparsecoll.allreduce(comm, np.ones(9, np.float32), LowBit(), op="max")
+        for options in ({"k": 3}, {"density": 0.5}):
+            with pytest.raises(ValueError, match="k, density: expected neither with algo='lowbit', which sums all"):
+                sparsecoll.allreduce(comm, np.ones(9, np.float32), LowBit(), **options)
 
     simulate(2, program)

@@ -300,6 +300,12 @@ def test_bad_options_are_refused(options):
         OkTopk(**options)
 
 
+@pytest.mark.parametrize("options", [{"k": "5"}, {"k": 2.5}, {"exact": "no"}])
+def test_options_of_a_wrong_type_are_refused(options):
+    with pytest.raises(TypeError, match=f"{next(iter(options))}: expected (an integer|True or False), got"):
+        OkTopk(**options)
+
+
 def test_nan_in_a_sum_raises_on_every_rank_and_leaves_the_communicator_usable():
     def program(comm):
         value = np.inf if comm.rank == 0 else -np.inf

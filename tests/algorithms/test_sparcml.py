@@ -131,3 +131,6 @@ def test_auto_follows_the_model():
 def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="variant: expected one of"):
         SparCML(variant="static")
+    for kind in (SparCML, sparsecoll.Auto):
+        with pytest.raises(TypeError, match=r"network: expected a sparsecoll.Network or None, got '1gbit'"):
+            kind(network="1gbit")

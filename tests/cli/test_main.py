@@ -238,7 +238,7 @@ def test_simulate_counts_and_models(tmp_path, capsys):
     [
         ("bench --algo bst", "argument --algo: expected one of auto, "),
         ("bench --algo oktopk:tau=abc", "argument --algo: oktopk:tau: expected int, got 'abc'"),
-        ("bench --n abc", "argument --n/--length: expected a whole number of at least 1, got 'abc'"),
+        ("bench --n abc", "argument --n/--length: expected a whole number of at least 1 and below 2^63, got 'abc'"),
         ("bench --n -5", "argument --n/--length: expected a whole number"),
         ("bench --n 1e400", "argument --n/--length: expected a whole number"),
         ("bench --repeat 0", "argument --repeat: expected a whole number"),
@@ -259,7 +259,8 @@ def test_simulate_counts_and_models(tmp_path, capsys):
             "simulate --algo oktopk:k=5",
             "argument --algo: expected --density instead of k, which it would override, got",
         ),
-        ("gain --n 0", "argument --n: expected a whole number of at least 1, got '0'"),
+        ("gain --n 0", "argument --n: expected a whole number of at least 1 and below 2^63, got '0'"),
+        ("gain --n 1e19", "argument --n: expected a whole number of at least 1 and below 2^63, got '1e19'"),
         ("gain --network 5g", "argument --network: invalid choice: '5g'"),
         ("benhc", "argument COMMAND: invalid choice: 'benhc'"),
     ],

@@ -30,6 +30,9 @@ def test_coding_twice_is_coding_once(bits, seed, nnz):
 def test_wrong_options_and_dtypes_are_refused():
     with pytest.raises(ValueError, match="bits: expected 8 or 4, got 3"):
         PackedCodesFormat(3)
+    for bits in (4.0, "4"):
+        with pytest.raises(TypeError, match=f"bits: expected an integer, got {bits!r}"):
+            PackedCodesFormat(bits)
     with pytest.raises(ValueError, match="expected float32 or float64"):
         PackedCodesFormat().encode(vector(dtype=np.float16))
 

@@ -155,7 +155,10 @@ def test_gathered_vectors_lose_nothing_without_a_number_of_slots(P):
     assert [everywhere for everywhere, _ in results] == [vectors] * P and results[0][1] == vectors
 
 
-def test_bad_number_of_slots():
+def test_bad_options():
     for m in (0, -1, 2**32):
-        with pytest.raises(ValueError, match=r"m: expected in \(0, 2\^32\)"):
+        with pytest.raises(ValueError, match="m: expected 1 to 4294967295, got"):
             SlotsFormat(m)
+    for options in ({"m": 2.5}, {"seed": None}):
+        with pytest.raises(TypeError, match=f"{next(iter(options))}: expected an integer, got"):
+            SlotsFormat(**options)

@@ -307,6 +307,26 @@ def test_bad_options():
     for options in ({"share": 0}, {"share": 1.5}, {"tolerance": -1}, {"tolerance": float("nan")}):
         with pytest.raises(ValueError, match="share, tolerance"):
             SampledThreshold(**options)
+    for options in ({"period": 0}, {"period": -4}, {"tolerance": -1}, {"tolerance": float("nan")}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected at least"):
+            select.ThresholdReuse(**options)
+    for make in (lambda: select.ThresholdReuse(period=1.5), lambda: RandomK(seed=None), lambda: RandomK(seed="a")):
+        with pytest.raises(TypeError, match=r"(period|seed): expected an integer, got"):
+            make()
+    chosen = [RandomK(seed=kind(7)).select(DenseVector(heavy()), 50) for kind in (int, np.int64)]
+    assert same_bits(*chosen)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_rounds_to_zero_raises_nothing_in_programs_that_raise_floating_point_errors(name):
+    """The least threshold, gradients of float64, and values on the wire."""
+    x = DenseVector(EDGES["few nonzeros"](heavy()))
+    with np.errstate(all="raise"):
+        assert SELECTORS[name]().select(x, 1000).nnz <= 1000
+        taken = Residual(9).take(np.array([1, 1e-300, 0, 0, 0, 0, 0, 0, 0]), SELECTORS[name](), k=9)
+        assert np.count_nonzero(taken.values) == 1
+        assert not np.any(DenseVector(np.full(5, 1e-30, np.float32)).astype(np.float16).values)
+        assert not np.any(sparsecoll.formats.rounded(taken * 1e-30, "float16").values)
 
 
 def test_samples_of_matrices_do_not_keep_to_a_few_columns():

@@ -30,6 +30,23 @@ CALLS = {
 }
 
 
+def test_seconds_of_nested_phases_are_not_those_of_the_outer_one():
+    def program(comm):
+        transport = comm.transport
+        with transport.phase("outer"):
+            comm.Barrier()
+            with transport.phase("inner"), transport.phase("outer"):
+                transport.isend(1 - comm.rank, np.zeros(1000, np.uint8))
+                transport.recv(1 - comm.rank)
+            with transport.phase("inner"):
+                transport.isend(1 - comm.rank, np.zeros(3000, np.uint8))
+                transport.recv(1 - comm.rank)
+        return [transport.traffic.phases[name].seconds for name in ("outer", "inner")]
+
+    for seconds in simulate(2, program, network=sparsecoll.Network(0, 1e-6)).results:
+        assert seconds == pytest.approx([1e-3, 3e-3])
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_total_seconds_are_those_inside_calls_and_counted_once(name):
     def program(comm):

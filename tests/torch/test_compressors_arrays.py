@@ -32,6 +32,19 @@ class Halves(ArrayCompressor):
         return arrays[0][self.cut :].astype(np.float32)
 
 
+@dataclass
+class EverySecond(ArrayCompressor):
+    """A view whose values are not next to each other."""
+
+    name = "every second"
+
+    def compress(self, acc):
+        return acc[::2]
+
+    def decompress(self, arrays, n):
+        return np.repeat(arrays[0], 2)
+
+
 def step(compressor, P=3):
     """The parameter on each rank after one step of SGD from zero; the gradient of rank r is (r + 1) / 3."""
 
@@ -71,6 +84,11 @@ def test_all_ranks_take_the_mean_of_what_was_decompressed(order):
     mean = sum(np.float32(np.float16((rank + 1) / 3)) for rank in range(3)) / np.float32(3)
     assert all(value.tobytes() == values[0].tobytes() for value in values)
     np.testing.assert_allclose(values[0], -mean, rtol=1e-6)
+
+
+def test_a_view_with_strides_is_sent():
+    for value in step(EverySecond()):
+        np.testing.assert_allclose(value, -2 / 3, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

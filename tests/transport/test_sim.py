@@ -35,6 +35,19 @@ def test_a_message_costs_alpha_plus_beta_per_byte():
     )
 
 
+def test_a_peer_that_is_no_rank_is_refused_before_anything_is_counted():
+    def program(comm):
+        for peer in (-1, 3):
+            with pytest.raises(ValueError, match=f"destination: expected a rank from 0 to 2, got {peer}"):
+                comm.transport.isend(peer, BYTES)
+            with pytest.raises(ValueError, match=f"source: expected a rank from 0 to 2, got {peer}"):
+                comm.transport.recv(peer)
+        comm.transport.isend(comm.rank, BYTES)
+        return comm.transport.recv(comm.rank).size, comm.transport.traffic.total.bytes_sent
+
+    assert simulate(3, program).results == [(1000, 1000)] * 3
+
+
 def test_many_senders_to_one_receiver_queue_at_its_port():
     def program(comm):
         if comm.rank:

@@ -19,7 +19,7 @@ from sparsecoll.select.base import check_order
 from sparsecoll.transport.all_ranks import FEW_RANKS
 from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.network import Network
+from sparsecoll.transport.network import Network, check_model
 from sparsecoll.vector import SparseVector
 
 SEMANTICS = ("exact_sum", "top_k_of_sum")
@@ -53,6 +53,7 @@ class Auto(Algorithm):
 
     Raises:
         ValueError: `want` is neither of these.
+        TypeError: `network` is not a Network.
 
     See Also:
         `sparsecoll.Network`.
@@ -67,6 +68,7 @@ class Auto(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("want", self.want, SEMANTICS)
+        check_model("network", self.network)
         if self.want == "top_k_of_sum":
             self._oktopk = OkTopk()
 

@@ -112,7 +112,7 @@ def select(
     source, momentum, add, clear = work
     old, _, new, nesterov = momentum or (None, 0.0, None, False)
     source = None if source is None else lanes_of(source)[0]
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         addend = None if add is None else np.ascontiguousarray(add[0], values.dtype)
     works = any(part is not None for part in work[:3])
     bits, mask = lanes_of(values, write=clear or works)

@@ -124,7 +124,7 @@ def from_bfloat16(stored: Array) -> Array:
 
 def to_float16(values: Array) -> Array:
     """float32 or float64 as float16: rounded to nearest even, finite ones cut to the largest finite value."""
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         narrow = values.astype(np.float16)
     over = np.isinf(narrow) & np.isfinite(values)
     narrow[over] = np.copysign(np.float16(65504), values[over]).astype(np.float16)

@@ -43,7 +43,7 @@ def form(values: Array, work: Pass) -> None:
     source, momentum, add, _ = work
     if source is not None:
         values[:] = source
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if momentum is not None:
             velocity, factor, new_velocity, nesterov = momentum
             typed = values.dtype.type(factor)

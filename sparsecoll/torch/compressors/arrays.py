@@ -59,7 +59,7 @@ class ArrayCompressor(ErrorFeedback):
         values.flags.writeable = False
         made = self.compress(values)
         arrays = made if isinstance(made, (list, tuple)) else [made]
-        return packed([native_values(array).reshape(-1) for array in arrays])
+        return packed([native_values(array).ravel() for array in arrays])
 
     def communicate(self, transport: Transport, message: Buffer) -> list[Buffer]:
         return self.gather(transport, message)
