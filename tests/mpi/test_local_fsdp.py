@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.errors import CommunicationError  # noqa: E402
+from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
 from sparsecoll.torch import LocalOptimizer, load, redistribute, save  # noqa: E402
 from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
@@ -100,6 +100,25 @@ def test_a_state_resumes_from_a_file_and_a_nan_is_discarded(comm, tmp_path):
     resumed.discard()
     train(again, resumed, worker, 6, 11)
     assert all(p.isfinite().all() for p in whole(again).values())
+
+
+@pytest.mark.skipif(W // WORKERS < 2, reason="needs shards")
+@pytest.mark.parametrize("options", [{}, STREAM])
+def test_no_rank_of_a_worker_takes_a_mean_that_fails_for_another_shard(comm, options):
+    mesh, model = sharded()
+    optimizer = made(model, mesh.get_group("worker"), **options)
+    worker, before = mesh.get_local_rank("worker"), whole(model)
+    train(model, optimizer, worker, options.get("every", 3) // options.get("fragments", 1) - 1)
+    model(torch.ones(4, 6)).square().mean().backward()
+    if comm.rank == W - 1:
+        for p in model.parameters():
+            p.grad.to_local().fill_(float("nan"))
+    with pytest.raises(NonFiniteError):
+        optimizer.step()
+        optimizer.synchronize()
+    optimizer.discard()
+    for name, p in whole(model).items():
+        assert torch.equal(p, before[name])
 
 
 def state_of(optimizer):

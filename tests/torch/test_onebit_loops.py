@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -42,6 +43,23 @@ def test_a_schedule_goes_on_after_the_warm_up_and_groups_keep_their_options():
         return bits(model)
 
     assert len(set(simulate(3, program).results)) == 1
+
+
+def test_a_rate_that_is_low_at_the_end_of_the_warm_up_makes_no_large_step():
+    """Residuals of the warm-up are in units of parameters: they are divided by a rate."""
+
+    def program(comm, dip):
+        model = net(seed=comm.rank)
+        optimizer = one_bit(comm, model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: dip if step == WARM_UP - 1 else 1.0)
+        for step in range(WARM_UP + 1):
+            go_on(comm, model, optimizer, step, step + 1)
+            schedule.step()
+        residuals = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
+        return float(torch.cat([t.flatten() for t in residuals.values()]).norm())
+
+    usual, low = (simulate(2, partial(program, dip=dip)).results[0] for dip in (1.0, 1e-6))
+    assert low < 2 * usual
 
 
 def test_weight_decay_does_not_depend_on_the_moments():

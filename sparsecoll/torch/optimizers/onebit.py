@@ -28,6 +28,8 @@ from sparsecoll.transport import as_transport
 from sparsecoll.transport.all_ranks import barrier
 from sparsecoll.transport.call import CollectiveCall
 
+DIP = 0.1  # a learning rate below this part of the first one, at the end of the warm-up, is not that of its residuals
+
 
 class Compressed(DistributedOptimizer):
     """OneBitAdam after the warm-up: weight decay, and steps along the means of OneBit, which are those of SGD."""
@@ -224,7 +226,8 @@ class OneBitAdam(Wrapper):
                 views["divisor"] = layout.by_name(flat["divisor"])
                 for name, waits in residuals.items():
                     if name in layout.names:
-                        rate = float(groups[name]["lr"]) or float(self.defaults["lr"]) or 1.0
+                        rate, first = (float(groups[name].get(key, 0)) for key in ("lr", "initial_lr"))
+                        rate = (rate if rate >= DIP * first else first) or float(self.defaults["lr"]) or 1.0
                         views["residual"][name].add_(waits * views["divisor"][name], alpha=1 / rate)
             for kind, tensors in views.items():
                 result[kind].update(tensors)

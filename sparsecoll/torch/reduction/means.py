@@ -17,6 +17,7 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.pace import Mean
+from sparsecoll.torch.reduction.shards import mesh_of, raise_on_all
 from sparsecoll.torch.reduction.window import Window
 from sparsecoll.torch.replica.calls import JOINED, MEMBERS, Outcome, Row
 from sparsecoll.torch.replica.guards import fingerprint
@@ -234,6 +235,7 @@ class Means(Window):
         """Wait for the oldest mean that is under way, and take it, on all ranks or on none. Collective."""
         mean = self._under_way[0]
         with self._all_or_none():
+            raise_on_all(mean.result.exception(), mesh_of(self._params.values()))
             outcome, factor = mean.result.result()
             names = {name for bucket, _ in mean.buckets for name in bucket.layout.names}
             if outcome.flags & MEMBERS or (outcome.trainable and outcome.trainable != names):

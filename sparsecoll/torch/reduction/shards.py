@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.torch.reduction.state import STATE
 from sparsecoll.torch.tensors.model import own_part
 
@@ -31,6 +32,22 @@ def place_of(params: Iterable[Any]) -> list[list[int]]:
     """Return the place of this rank in the mesh of the parameters, and the mesh's shape; nothing if they are whole."""
     mesh = mesh_of(params)
     return [] if mesh is None else [list(mesh.get_coordinate()), list(mesh.shape)]
+
+
+def raise_on_all(error: BaseException | None, mesh: Any) -> None:
+    """Raise an error, and on the other ranks of the mesh that one has it. Collective on the mesh, if there is one."""
+    if mesh is not None:
+        kind = 0 if error is None else 2 if isinstance(error, NonFiniteError) else 1
+        worst = torch.tensor([kind], device=mesh.device_type)
+        for group in mesh.get_all_groups():
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        if error is None and worst.item():
+            cure = "call discard() on all ranks to give up the steps since the last mean"
+            raise (NonFiniteError if worst.item() == 2 else CommunicationError)(
+                f"mean: expected success on all ranks of this worker, got an error on one with another shard: {cure}"
+            )
+    if error is not None:
+        raise error
 
 
 def read(
