@@ -75,16 +75,16 @@ DILOCO = {f"DiLoCo, {preset}": {"preset": preset} for preset in ("diloco", "spar
     "SparseLoCo as published": {"preset": "sparseloco", "compressor": SparseLoCo()},
 }
 RATE = re.compile(r"(.*?)(?:, (twice|\d+ times) the rate)?")  # of any line
-MEANS = re.compile(r"Muon, every (\d+), (\d) bits(, outer momentum)?")
-SAVED = "Muon, every 4, 2 bits, outer momentum, 8 times the rate"
+MEANS = re.compile(r"Muon(?: 0\.\d+)?, every (\d+), (\d) bits(, outer momentum)?")
+SAVED = "Muon 0.9, every 4, 2 bits, outer momentum, 8 times the rate"
 TUNED = [
     f"{ONE_BIT}, twice the rate",
     "qsgd 4 bits, twice the rate",
     "dense, twice the rate",
     "dense, 4 times the rate",
 ]
-TUNED += [f"{line}, 8 times the rate" for line in ("dense, Muon", "Muon, every 8, 4 bits", "Muon, every 5, 2 bits")]
-TUNED += [SAVED]
+MUON = ("dense, Muon", "dense, Muon 0.9")
+TUNED += [f"{line}, 8 times the rate" for line in (*MUON, "Muon, every 8, 4 bits", "Muon, every 5, 2 bits")] + [SAVED]
 SPARSE = {f"SparseSGD, oktopk {d} %{ALONE}": {"algo": "oktopk", "density": d / 100} for d in (1, 2)} | {DROP_IN: {}}
 OTHERS = {
     "dense": lambda *_: "none",
@@ -95,7 +95,7 @@ OTHERS = {
     "covap I = 4": lambda *_: COVAP(4),
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
     LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
-    "dense, Muon": lambda *_: "none",
+    **dict.fromkeys(MUON, lambda *_: "none"),
     **dict.fromkeys((ONE_BIT, *DILOCO, *TUNED), lambda *_: None),
 }
 CORRECTED |= PAPERS
@@ -147,7 +147,8 @@ def optimizers(task, line, model, comm, steps):
         optimizer = OneBitAdam(model.parameters(), rate, **adam, warm_up=round(0.15 * steps), comm=comm)
         return optimizer, optimizer
     if "Muon" in line:
-        inner = muon_and_adamw(model, rate, **adam)
+        found = re.search(r"Muon (0\.\d+)", line)
+        inner = muon_and_adamw(model, rate, float(found[1]) if found else 0.95, **adam)
     elif task.adam:
         inner = torch.optim.AdamW(model.parameters(), rate, **adam)
     else:
@@ -165,11 +166,11 @@ def optimizers(task, line, model, comm, steps):
     return inner, DistributedOptimizer(inner, model.named_parameters(), comm, compressor, overlap=overlap, **common)
 
 
-def muon_and_adamw(model, lr, **adam):
+def muon_and_adamw(model, lr, momentum, **adam):
     """Return Muon for the matrices of a transformer's layers, with AdamW's rate, and AdamW for the rest."""
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
-    muon = torch.optim.Muon(matrices, lr, weight_decay=adam["weight_decay"], adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, lr, adam["weight_decay"], momentum, adjust_lr_fn="match_rms_adamw")
     return Together([muon, torch.optim.AdamW(others, lr, **adam)])
 
 
@@ -273,7 +274,7 @@ def plus_minus(values, sign="", divisor=1.0):
     return f"{np.mean(values):{sign}.2f}" + (f" +- {np.std(values, ddof=1) / divisor:.2f}" if len(values) > 1 else "")
 
 
-UNSHOWN = ["allgather 1 %", "dgc 1 %", "dense, Muon"]  # in text: as oktopk, to within 0.06; at a low rate
+UNSHOWN = ["allgather 1 %", "dgc 1 %", *MUON]  # in text: as oktopk, to within 0.06; at a low rate
 ASIDE = [TWICE, "densestream 1 %", *PAPERS]
 
 
