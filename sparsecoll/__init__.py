@@ -33,7 +33,6 @@ from sparsecoll.collectives.alltoall import alltoall as alltoall
 from sparsecoll.collectives.alltoallv import alltoallv as alltoallv
 from sparsecoll.collectives.bcast import bcast as bcast
 from sparsecoll.collectives.convert import as_vector as as_vector, like as like
-from sparsecoll.collectives.exscan import exscan as exscan
 from sparsecoll.collectives.gather import gather as gather
 from sparsecoll.collectives.nonblocking import (
     iallgather as iallgather,
@@ -41,16 +40,13 @@ from sparsecoll.collectives.nonblocking import (
     ialltoall as ialltoall,
     ialltoallv as ialltoallv,
     ibcast as ibcast,
-    iexscan as iexscan,
     igather as igather,
     ireduce as ireduce,
     ireduce_scatter as ireduce_scatter,
-    iscan as iscan,
     iscatter as iscatter,
 )
 from sparsecoll.collectives.reduce import reduce as reduce
 from sparsecoll.collectives.reduce_scatter import reduce_scatter as reduce_scatter
-from sparsecoll.collectives.scan import scan as scan
 from sparsecoll.collectives.scatter import scatter as scatter
 from sparsecoll.collectives.signature import Comm as Comm
 from sparsecoll.errors import CommunicationError as CommunicationError, NonFiniteError as NonFiniteError

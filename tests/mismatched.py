@@ -36,8 +36,6 @@ CALLS = {
     "words": lambda comm: sparsecoll.allreduce(comm, {"abc"[comm.rank % 3]: 1.0}, k=2),
     "allgather": lambda comm: sparsecoll.allgather(comm, vector(comm)),
     "reduce_scatter": lambda comm: sparsecoll.reduce_scatter(comm, vector(comm)),
-    "scan": lambda comm: sparsecoll.scan(comm, vector(comm)),
-    "exscan": lambda comm: sparsecoll.exscan(comm, vector(comm)),
     "alltoall": lambda comm: sparsecoll.alltoall(comm, [vector(comm)] * comm.size),
     "alltoallv": lambda comm: sparsecoll.alltoallv(comm, {(comm.rank + 1) % comm.size: vector(comm)}),
     **{f"reduce to {root}": lambda comm, root=root: sparsecoll.reduce(comm, vector(comm), root) for root in (0, 1)},

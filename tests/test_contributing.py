@@ -21,8 +21,8 @@ TEXTS = {
     for path in ROOT.glob(pattern)
     if path.name != "CONTRIBUTING.md"
 }
-COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "allgather", "gather", "scatter", "bcast", "alltoall")
-COLLECTIVES += ("alltoallv", "scan", "exscan")
+COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "allgather", "gather", "scatter")
+COLLECTIVES += ("bcast", "alltoall", "alltoallv")
 
 
 def compressors():

@@ -25,11 +25,9 @@ from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.collectives.alltoall import alltoall
 from sparsecoll.collectives.alltoallv import alltoallv
 from sparsecoll.collectives.bcast import bcast
-from sparsecoll.collectives.exscan import exscan
 from sparsecoll.collectives.gather import gather
 from sparsecoll.collectives.reduce import reduce
 from sparsecoll.collectives.reduce_scatter import reduce_scatter
-from sparsecoll.collectives.scan import scan
 from sparsecoll.collectives.scatter import scatter
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.progress import Request, in_background
@@ -76,5 +74,3 @@ iscatter = nonblocking(scatter)
 ibcast = nonblocking(bcast)
 ialltoall = nonblocking(alltoall)
 ialltoallv = nonblocking(alltoallv)
-iscan = nonblocking(scan)
-iexscan = nonblocking(exscan)

@@ -102,19 +102,14 @@ class MoveOptions(TypedDict, total=False):
     check: bool
 
 
-class ScanOptions(MoveOptions, total=False):
-    """Options of the calls that combine vectors; a scan has `op` among its arguments."""
+class ReduceOptions(MoveOptions, total=False):
+    """Options of the calls that combine vectors."""
 
     k: int | None
     density: float | None
+    op: Operator
     missing: Missing
     nonfinite: NonFinite
-
-
-class ReduceOptions(ScanOptions, total=False):
-    """Options of the other calls that combine vectors."""
-
-    op: Operator
 
 
 class RegionOptions(ReduceOptions, total=False):

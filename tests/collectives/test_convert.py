@@ -289,7 +289,7 @@ def test_torch_hybrid_rows_of_no_values():
         x = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, *shape[1:]), shape, check_invariants=False)
 
         def program(comm, x=x):
-            return [call(comm, x) for call in (sparsecoll.allreduce, sparsecoll.reduce, sparsecoll.scan)]
+            return [call(comm, x) for call in (sparsecoll.allreduce, sparsecoll.reduce)]
 
         for y in (like(x, as_vector(x)), *simulate(2, program).results[0]):
             assert y.is_sparse and y.shape == x.shape and (y.sparse_dim(), y.dense_dim()) == (1, len(shape) - 1)

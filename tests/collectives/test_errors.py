@@ -25,7 +25,7 @@ WRONG = {  # call -> name -> (arguments of a rank, text); 3 ranks
     "reduce": {
         **ROOTS,
         "lossy format": (lambda rank: {"x": X, "format": "slots"}, "expected one that loses nothing with partial sums"),
-        "NaN": (lambda rank: {"x": NAN}, "expected finite values"),
+        "NaN": (lambda rank: {"x": NAN if rank == 2 else X}, "rank 2: x: expected finite values"),
         "dense": (lambda rank: {"x": X.to_dense()}, "x: expected a sparse one, or k or density, got a dense one and"),
     },
     "scatter": {
@@ -40,8 +40,6 @@ WRONG = {  # call -> name -> (arguments of a rank, text); 3 ranks
         "both": (lambda rank: {"x": [X] * 3, "boundaries": [0, 1, 2, N]}, "boundaries: expected None for a list"),
     },
     "bcast": {"no vector": (lambda rank: {"x": "no"}, "x: expected a SparseVector")},
-    "scan": {"NaN": (lambda rank: {"x": NAN if rank == 2 else X}, "rank 2: x: expected finite values")},
-    "exscan": {"NaN": (lambda rank: {"x": NAN if rank == 2 else X}, "rank 2: x: expected finite values")},
     "alltoall": {
         "too few": (lambda rank: {"x": [X] * (1 if rank == 1 else 3)}, "rank 1: x: expected"),
         "no list": (lambda rank: {"x": X if rank == 1 else [X] * 3}, "rank 1: x: expected"),

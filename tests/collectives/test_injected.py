@@ -55,7 +55,6 @@ CALLS = {  # name -> x of a rank, and the call
         lambda comm, x: sparsecoll.bcast(comm, x, CULPRIT),
     ),
     "gather": (vector, lambda comm, x: sparsecoll.gather(comm, x, CULPRIT)),
-    "scan": (vector, sparsecoll.scan),
     "iallreduce": (vector, lambda comm, x: sparsecoll.iallreduce(comm, x).wait()),
     "allreduce_init": (vector, planned),
 }

@@ -21,8 +21,6 @@ CALLS = {
     "top k": lambda comm, x, **options: sparsecoll.allreduce(comm, x, "oktopk", k=1, **options),
     "reduce": sparsecoll.reduce,
     "reduce_scatter": sparsecoll.reduce_scatter,
-    "scan": sparsecoll.scan,
-    "exscan": sparsecoll.exscan,
 }
 GATHERS = {"allgather": sparsecoll.allgather, "gather": sparsecoll.gather}
 TOO_LARGE = {

@@ -115,14 +115,14 @@ def test_the_others_of_the_family_and_await(comm):
             sparsecoll.ireduce(comm, x),
             sparsecoll.iallgather(comm, x),
             sparsecoll.ialltoallv(comm, {0: x}),
-            sparsecoll.iscan(comm, x),
+            sparsecoll.ireduce_scatter(comm, x),
             sparsecoll.ibcast(comm, x, P - 1),
         ]
         return await asyncio.gather(*made)
 
-    total, parts, received, upto, last = asyncio.run(program())
+    total, parts, received, region, last = asyncio.run(program())
     assert total == sparsecoll.reduce(comm, x) and len(parts) == P and last == parts[-1]
-    assert len(received) == (P if comm.rank == 0 else 0) and upto == sparsecoll.scan(comm, x)
+    assert len(received) == (P if comm.rank == 0 else 0) and region == sparsecoll.reduce_scatter(comm, x)
     bad = sparsecoll.iallgather(comm, "words" if comm.rank == P - 1 else x)
     with pytest.raises(TypeError, match=f"rank {P - 1}: x: expected "):
         sparsecoll.Request.waitall([bad, sparsecoll.igather(comm, x)])

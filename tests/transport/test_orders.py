@@ -52,7 +52,7 @@ TESTED = {
     },
     **OTHERS,
 }
-SHORT = ("sparcml", "scan")  # tested in all ways, also if not all calls are
+SHORT = ("sparcml", "reduce to 0")  # tested in all ways, also if not all calls are
 RANKS = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
@@ -274,7 +274,7 @@ def test_nonblocking_calls_are_made_in_their_order_however_late(P):
         x = vector(comm)
         first, second = sparsecoll.iallreduce(comm, x, "sparcml"), sparsecoll.iallreduce(comm, x * 2, "allgather")
         total = second.wait() if comm.rank else None
-        between = sparsecoll.scan(comm, x)
+        between = sparsecoll.reduce_scatter(comm, x)
         third = sparsecoll.iallreduce(comm, x * 3, "sparcml")
         return [bits(y) for y in (first.wait(), second.wait() if total is None else total, between, third.wait())]
 
@@ -287,7 +287,8 @@ def test_nonblocking_calls_are_made_in_their_order_however_late(P):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "bounds"), [("sparcml", "raise", {}), ("gtopk", "timeout", {"timeouts": 1}), ("scan", "die", {})]
+    ("name", "kind", "bounds"),
+    [("sparcml", "raise", {}), ("gtopk", "timeout", {"timeouts": 1}), ("reduce to 0", "die", {})],
 )
 def test_steps_that_commute_are_no_choices(name, kind, bounds):
     """The histories are those that all orders of all steps have."""
@@ -300,9 +301,9 @@ def test_steps_that_commute_are_no_choices(name, kind, bounds):
 @pytest.mark.parametrize("fault", [("interrupt", 0, 1), *([("die", 2, 3), ("raise", 0, 3)] if ALL else [])])
 def test_steps_that_commute_are_no_choices_on_three_ranks(fault):
     """What the ranks return is what they return in some order of all steps; reports are read in any order."""
-    check = verdict(fault[0], fault[1], expected_of("scan", 3))
+    check = verdict(fault[0], fault[1], expected_of("reduce to 0", 3))
     few, every = (
-        Search(3, lambda comm: program(comm, TESTED["scan"]), check, fault, every_step=every).run()
+        Search(3, lambda comm: program(comm, TESTED["reduce to 0"]), check, fault, every_step=every).run()
         for every in (False, True)
     )
     assert {*few.histories.values()} == {*every.histories.values()}

@@ -25,8 +25,6 @@ def sums(comm: sparsecoll.Comm, x: SparseVector, rows: RowSparse, dense: Floats,
     assert_type(sparsecoll.reduce(comm, x, root=1, op="max", missing="zero"), SparseVector | None)
     assert_type(sparsecoll.reduce(comm, dense, k=1), SparseVector | None)
     assert_type(sparsecoll.reduce_scatter(comm, rows, owner="hash", nonfinite="pass"), RowSparse)
-    assert_type(sparsecoll.scan(comm, x, "prod", value_dtype="float16"), SparseVector)
-    assert_type(sparsecoll.exscan(comm, {1: 2.0}), dict[int, float])
     indices, values, length = sparsecoll.allreduce(comm, ([1], [2.0], 5), format="coo")
     assert_type(length, int)
     assert_type(values.sum() + indices[0], Any)
