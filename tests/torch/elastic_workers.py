@@ -59,7 +59,7 @@ class Group(ElasticGroup):
             report(worker=self.name, killed=end, number=number)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def exchange(self, number, weight, message):
+    def exchange(self, number, weight, message, options):
         self.may_die(number, "before it sends")
         if self.meets(number, 32, 80):
             report(worker=self.name, stopped=os.getpid(), until=ENDS[number])
@@ -67,7 +67,7 @@ class Group(ElasticGroup):
         report(worker=self.name, number=number, sends=self.sends)
         started = time.monotonic()
         try:
-            return super().exchange(number, weight, message)
+            return super().exchange(number, weight, message, options)
         finally:
             report(worker=self.name, number=number, seconds=time.monotonic() - started)
 
