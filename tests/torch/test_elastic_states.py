@@ -119,7 +119,7 @@ def test_values_loaded_before_the_first_round_are_those_of_all_and_later_ones_ar
     c = Constant(store, 1.0, "c", 60)
     with torch.no_grad():
         b.p.fill_(7.0)
-    with pytest.raises(CommunicationError, match="load values before the first round"):
+    with pytest.raises(CommunicationError, match="model before the optimizer, and both before the first"):
         b.steps(1)
     b.optimizer.discard()
     assert together(a.steps, b.steps, c.steps) == [96.0] * 3

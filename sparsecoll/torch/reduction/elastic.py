@@ -130,8 +130,9 @@ class ElasticMeans(Means):
         names = [name for name in names if not are_equal(self._shared[name].to(own[name].device), own[name])]
         if names:
             raise CommunicationError(
-                f"parameter {names[0]!r}: expected its value after the last mean, got another: load values before the"
-                " first round of the ElasticGroup; discard() goes on with the others' values"
+                f"parameter {names[0]!r}: expected its value after the last mean, got another: load the model before"
+                " the optimizer, and both before the first round of the ElasticGroup; discard() goes on with the others'"
+                " values"
             )
 
     @torch.no_grad()

@@ -189,7 +189,7 @@ class Steps:
         self.gradients.throw_away()
 
     def leave_out(self, names: Set[str]) -> None:
-        """Before `commit`: the optimizer has not stepped these parameters, of which another one may have the rest."""
+        """Called before `commit` with the parameters that the optimizer does not have; another one may step them."""
         self._doubtful, self._sure = {name: self._marks[name] for name in names & self._marks.keys()}, set()
         self._buckets.keep(self._doubtful.keys())
 
