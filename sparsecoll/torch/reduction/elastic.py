@@ -131,8 +131,8 @@ class ElasticMeans(Means):
         if names:
             raise CommunicationError(
                 f"parameter {names[0]!r}: expected its value after the last mean, got another: load the model before"
-                " the optimizer, and both before the first round of the ElasticGroup; discard() goes on with the others'"
-                " values"
+                " the optimizer, and both before the first round of the ElasticGroup; discard() goes on with the"
+                " others' values"
             )
 
     @torch.no_grad()
