@@ -8,10 +8,12 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsecoll.errors import check_integer
 from sparsecoll.kernels.keys import COMPILED_DTYPES, PLAIN, Momentum, Pass
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.sampling import sample_of
 from sparsecoll.select import Selector
+from sparsecoll.select.base import check_selector
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 from sparsecoll.vector.values import can_add
 
@@ -38,6 +40,7 @@ class Residual:
     """
 
     def __init__(self, length: int, dtype: Any = np.float32, like: Any = None) -> None:
+        check_integer("length", length, 0)
         self._acc = LazyAccumulator(empty(length, dtype, like))
         self._acc.values[:] = 0
 
@@ -101,9 +104,10 @@ class Residual:
         Raises:
             ValueError: The gradient, or what the selector returns, has another length, or the scale of whole numbers
                 is not one.
-            TypeError: The gradient is one that `compensate` refuses, or the selector returns no vector.
+            TypeError: The gradient is one that `compensate` refuses, or `selector` is none or returns no vector.
             NonFiniteError: There is a NaN among the selected values.
         """
+        check_selector(selector)
         self._acc.add_later(gradient, scale)
         self._acc.clear_selected = True
         chosen: SparseVector | None = None

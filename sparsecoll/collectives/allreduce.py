@@ -308,7 +308,7 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
         if k is not None or algorithm.semantics != "exact_sum":
             with index_of_nan(x):
                 if k is not None:
-                    x = algorithm.select(x, k, channel.size)
+                    x = options.with_zeros(algorithm.select(x, k, channel.size), x, k)
                 elif isinstance(x, SparseVector):
                     check_order(x)
         x = options.prepared(x, transport)

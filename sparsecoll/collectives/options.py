@@ -214,10 +214,20 @@ class CallOptions:
             )
             raise ValueError(f"x: expected {expected}, got a dense one{' and neither' if sums else ''}")
         with index_of_nan(vector):
-            entries = vector if k is None else topk(vector, k)
+            entries = vector if k is None else self.with_zeros(topk(vector, k), vector, k)
         assert not isinstance(entries, DenseVector)
         self.check_finite(entries)
         return entries, back
+
+    def with_zeros(self, chosen: S, x: Vector | RowSparse, k: int) -> S:
+        """Return what a selector has chosen; of operations but sums also stored zeros, if only these are left."""
+        missing = min(k, x.nnz) - chosen.nnz
+        if self.operation.sums or missing <= 0 or not isinstance(x, SparseVector):
+            return chosen
+        zeros = np.flatnonzero(x.values == 0)
+        if len(zeros) + chosen.nnz < x.nnz:
+            return chosen
+        return SparseVector.join([chosen, x.take(zeros[:missing])])  # type: ignore[return-value, list-item]
 
     def channel(self, transport: Transport, x: Vector | RowSparse) -> Channel:
         """Return the channel of a call on vectors, or rows, of the length, width and dtype of x."""

@@ -92,12 +92,6 @@ def as_vector(x: Any) -> Vector:
     return x if isinstance(x, (SparseVector, DenseVector)) else DenseVector(x)
 
 
-def check_k(k: int) -> None:
-    """Raise ValueError if k is negative."""
-    if k < 0:
-        raise ValueError(f"k: expected at least 0, got {k}")
-
-
 def check_order(x: SparseVector) -> SparseVector:
     """Return x; raise NonFiniteError if it contains a NaN."""
     if x.has_nan():

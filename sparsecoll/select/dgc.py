@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sparsecoll.errors import check_integer
 from sparsecoll.kernels.sampling import stride_for
-from sparsecoll.select.base import Selector, Vector, check_k, checked
+from sparsecoll.select.base import Selector, Vector, checked
 from sparsecoll.vector import SMALLEST, SparseVector
 
 
@@ -42,7 +43,7 @@ class SampledThreshold(Selector):
             )
 
     def select(self, x: Vector, k: int) -> SparseVector:
-        check_k(k)
+        check_integer("k", k, 0)
         if x.nnz <= k or k == 0:
             return checked(x.topk(k))
         stride = stride_for(x.nnz, min(max(self.LEAST, round(self.share * x.nnz)), x.nnz))

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from sparsecoll.select.base import Selector, Vector, check_k, checked
+from sparsecoll.errors import check_integer
+from sparsecoll.select.base import Selector, Vector, checked
 from sparsecoll.select.stats import MagnitudeStats
 from sparsecoll.vector import SMALLEST, SparseVector
 
@@ -33,7 +34,7 @@ class GaussianK(Selector):
     adjustments: int = 4
 
     def select(self, x: Vector, k: int) -> SparseVector:
-        check_k(k)
+        check_integer("k", k, 0)
         if x.nnz <= k or k == 0:
             return checked(x.topk(k))
         stats = MagnitudeStats(x, 2 * k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sparsecoll.errors import check_integer
-from sparsecoll.select.base import Selector, Vector, check_k, check_order
+from sparsecoll.select.base import Selector, Vector, check_order
 from sparsecoll.vector import SparseVector
 
 _MASK = 2**64 - 1
@@ -43,7 +43,7 @@ class RandomK(Selector):
         check_integer("seed", self.seed)
 
     def select(self, x: Vector, k: int) -> SparseVector:
-        check_k(k)
+        check_integer("k", k, 0)
         key = mix(self.seed, self._calls)
         self._calls += 1
         return check_order(x.random_entries(k, key))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from sparsecoll.errors import check_integer
-from sparsecoll.select.base import Selector, Vector, check_k, checked
+from sparsecoll.select.base import Selector, Vector, checked
 from sparsecoll.vector import SparseVector
 
 
@@ -90,7 +90,7 @@ class ThresholdReuse(Selector):
 
     def select(self, x: Vector, k: int, exact: bool = False) -> SparseVector:
         """Select about k entries of x (at most (1 + tolerance) k); exactly k, if x has as many, if `exact` or due."""
-        check_k(k)
+        check_integer("k", k, 0)
         if x.nnz <= k or k == 0:
             return checked(x.topk(k))
         chosen: SparseVector | None = None

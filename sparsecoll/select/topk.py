@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparsecoll.select.base import Selector, Vector, as_vector, check_k, checked
+from sparsecoll.errors import check_integer
+from sparsecoll.select.base import Selector, Vector, as_vector, checked
 from sparsecoll.vector import RowSparse, SparseVector
 
 
@@ -26,7 +27,7 @@ def topk(x: Any, k: int) -> SparseVector:
     >>> topk(np.array([1.0, -3.0, 2.0, 3.0]), 2).indices
     array([1, 3], dtype=uint32)
     """
-    check_k(k)
+    check_integer("k", k, 0)
     return x.topk(k) if isinstance(x, RowSparse) else checked(as_vector(x).topk(k))  # type: ignore[return-value]
 
 

@@ -130,6 +130,8 @@ def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:
             return completed_future(lambda: transport.in_order(call))
         transport.worker = transport.in_order(lambda: transport.worker or Worker())
     worker: Worker = transport.worker
+    if worker.thread == threading.get_ident():  # a callback of a call, which may wait for this one
+        return completed_future(call)
     return worker.submit(call)
 
 

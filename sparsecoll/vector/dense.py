@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsecoll.errors import check_integer
 from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of
 from sparsecoll.kernels.memory import asarray_like, data_ptr, empty
@@ -157,6 +158,7 @@ class DenseVector(Values):
 
     def topk(self, k: int) -> SparseVector:
         """Return the k entries of largest magnitude, ties by lower index."""
+        check_integer("k", k, 0)
         return self._select(self._kernels.topk, min(k, self.length))
 
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:

@@ -61,6 +61,8 @@ def _combine(op: str | None, values: Any, first: Any, starts: Any) -> Any:
         return saturating_cast(sums, values.dtype)
     if op == "replace":
         return taken(values, np.concatenate([starts[1:], asarray_like(np.array([len(values)]), starts)]) - 1)
+    if values.dtype.kind == "c":
+        raise TypeError(f"op: expected no {op!r} of complex numbers, which have no order, got {values.dtype}")
     return (np.minimum if op == "min" else np.maximum).reduceat(values, starts)  # a sum of bool is the logical or
 
 

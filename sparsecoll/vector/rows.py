@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsecoll.errors import check_integer
 from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype, is_float
 from sparsecoll.kernels.memory import asarray_like, to_host
@@ -185,6 +186,7 @@ class RowSparse(Arithmetic):
 
     def topk(self, k: int) -> Self:
         """Return the k stored rows of largest Euclidean norm, ties by lower row; the rows themselves if nnz <= k."""
+        check_integer("k", k, 0)
         if k >= self.nnz:
             return self
         squares = _squares(self.values)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BY_ROWS = ("csr", "csc", "bsr", "lil")  # SciPy converts these to CSR without sorting by a comparison
+FORMATS = (*BY_ROWS, "coo", "dia", "dok")
 
 
 def scipy_entries(x: Any) -> tuple[NDArray[Any], NDArray[Any], int]:
@@ -23,7 +24,7 @@ def scipy_entries(x: Any) -> tuple[NDArray[Any], NDArray[Any], int]:
             read and write outside of them.
     """
     length, form = count(x.shape), x.format
-    if form in BY_ROWS:
+    if form in BY_ROWS and not is_tall(form, x.shape, x.nnz):
         shape = (*(1,) * (2 - x.ndim), *x.shape)  # a vector in CSR format is a matrix of one row
         _check_before_conversion(x)
         rows = x if form == "csr" else x.tocsr()
@@ -31,10 +32,17 @@ def scipy_entries(x: Any) -> tuple[NDArray[Any], NDArray[Any], int]:
         if ascending:
             return indices, native_values(values), length
     else:
+        if form == "csc":
+            _check_before_conversion(x)
         coo = x.tocoo()
         indices = flat_indices(coo.coords if hasattr(coo, "coords") else (coo.row, coo.col), x.shape)
         values = coo.data
     return *combined(indices, native_values(values), "sum"), length
+
+
+def is_tall(form: str, shape: tuple[int, ...], nnz: int) -> bool:
+    """Return whether a matrix in CSC format has more rows than entries, so that CSR would take more memory than it."""
+    return form == "csc" and shape[0] > nnz
 
 
 def _check_before_conversion(x: Any) -> None:
@@ -75,7 +83,7 @@ def to_scipy(
     cls, form = getattr(sparse, kind), kind[:3]
     if max((*shape, indices.size)) >= 1 << 31:
         index_dtype = "int64"
-    if len(shape) == 2 and form in BY_ROWS:
+    if len(shape) == 2 and form in BY_ROWS and not is_tall(form, shape, indices.size):
         starts, columns = rows_of_flat(indices, (shape[0], shape[1]), index_dtype)
         by_rows = cls if form == "csr" else getattr(sparse, f"csr_{kind[4:]}")
         made = by_rows(shape, dtype=values.dtype)

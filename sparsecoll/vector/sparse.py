@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsecoll.errors import check_choice, check_integer
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
 from sparsecoll.kernels.memory import asarray_like, empty, grown, on_gpu, to_host
 from sparsecoll.vector.arithmetic import Arithmetic
-from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
+from sparsecoll.vector.scipy_arrays import FORMATS, scipy_entries, to_scipy
 from sparsecoll.vector.values import SMALLEST
 
 FEW = 4096  # values of which NumPy tells sooner than a kernel whether they are finite
@@ -110,13 +111,14 @@ class SparseVector(Arithmetic):
             format: "coo" (the default), "csr", "csc" or another of SciPy's.
 
         Raises:
-            ValueError: The shape has another number of coordinates.
+            ValueError: The shape has another number of coordinates, or SciPy has no such format.
 
         >>> sparsecoll.SparseVector([1, 4], np.array([2.0, -3.0]), 6).to_scipy((2, 3), "csr").toarray()
         array([[ 0.,  2.,  0.],
                [ 0., -3.,  0.]])
         """
-        shape = (self.length,) if shape is None else tuple(shape)
+        check_choice("format", format, FORMATS)
+        shape = (self.length,) if shape is None else tuple(np.ravel(shape).tolist())
         if math.prod(map(int, shape)) != self.length:
             raise ValueError(f"shape: expected {self.length} coordinates, got shape {shape}")
         return to_scipy(to_host(self.indices), to_host(self.values), shape, f"{format}_array")
@@ -138,6 +140,7 @@ class SparseVector(Arithmetic):
 
     def topk(self, k: int) -> SparseVector:
         """Return the k entries of largest magnitude, ties by lower index; the vector itself if nnz <= k."""
+        check_integer("k", k, 0)
         if k >= self.nnz:
             return self
         return self._of(self._kernels.topk(self.values, k, indices=self.indices))

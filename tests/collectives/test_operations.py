@@ -119,6 +119,24 @@ def test_dense_vectors_and_selected_entries():
         assert whole == [[0, 0, -2, 5], [0, 2, -2, 5]] and top == [3] and largest == [2, -1, 5]
 
 
+@pytest.mark.parametrize("op", ["min", "max", "prod", "logical_and", "replace"])
+def test_zeros_are_entries_of_a_selection_too(op):
+    """k of at least the number of entries selects all; a smaller one the nonzeros, then zeros of lowest index."""
+
+    def program(comm):
+        x = SparseVector([1, 3, 4], np.array([[6.0, 0, 0], [5.0, -5, 2]][comm.rank]), 8)
+        keys = {"a": 6 - comm.rank, "b": [0, -5][comm.rank]}
+        whole = sparsecoll.allreduce(comm, x, op=op)
+        for algo, k in itertools.product(EXACT, (3, 9)):
+            assert sparsecoll.allreduce(comm, x, algo, k=k, op=op) == whole
+        assert sparsecoll.allreduce_init(comm, x, k=3, op=op)(x) == whole
+        assert sparsecoll.reduce(comm, x, k=3, op=op) in (None, whole)
+        assert sparsecoll.allreduce(comm, keys, k=2, op=op) == sparsecoll.allreduce(comm, keys, op=op)
+        return sparsecoll.allreduce(comm, x, k=2, op=op).indices.tolist()
+
+    assert simulate(2, program).results == 2 * [[1, 3]]
+
+
 def test_operations_on_bfloat16_are_rounded_once():
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
 

@@ -27,3 +27,23 @@ def compiled_with_calls(group):
     parallel = torch.compile(DistributedDataParallel(net, process_group=group), backend="aot_eager")
     parallel(own(group, 3, 4)).sum().backward()
     return torch.compile(function, backend="aot_eager")(own(group, 4)), net.weight.grad
+
+
+@case
+def call_in_a_callback_of_another(group):
+    """As torch's hook for PowerSGD makes them."""
+
+    def then(_):
+        y = own(group, 4)
+        dist.all_reduce(sparse(group, "rows"), group=group, async_op=True).wait()
+        return dist.all_reduce(y, group=group, async_op=True).get_future().wait()[0]
+
+    return dist.all_reduce(sparse(group, "rows"), group=group, async_op=True).get_future().then(then).wait()
+
+
+@case
+def sparse_sum_in_inference_mode(group):
+    with torch.inference_mode():
+        x = sparse(group, "rows")
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        return x.to_dense()

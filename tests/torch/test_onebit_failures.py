@@ -13,6 +13,7 @@ from nets import batch, bits, loss_of, net  # noqa: E402
 from test_onebit import WARM_UP, go_on, one_bit  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll.torch import OneBitAdam  # noqa: E402
 from sparsecoll.torch.compressors import onebit as compressor  # noqa: E402
 from sparsecoll.torch.optimizers import onebit as optimizers  # noqa: E402
 
@@ -51,3 +52,12 @@ def test_an_exception_at_any_line_is_raised_on_all_ranks(step):
     for target in spread(lines, TRIED):
         (_, first, warming_up), (_, second, _) = simulate(2, partial(run, step=step, target=target)).results
         assert first == second and not warming_up, target
+
+
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+def test_options_that_only_adamw_has_are_refused(option):
+    def program(comm):
+        OneBitAdam([{"params": [torch.nn.Parameter(torch.ones(3))], option: True}], comm=comm, warm_up=4)
+
+    with pytest.raises(ValueError, match=f"{option}: expected False in all groups, got True"):
+        simulate(2, program)

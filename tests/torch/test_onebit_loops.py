@@ -371,3 +371,21 @@ def test_errors_of_one_bit_do_not_move_parameters_with_tiny_gradients():
         return bits(model)
 
     assert len(set(simulate(3, program).results)) == 1
+
+
+def test_a_schedule_that_is_made_after_the_warm_up_cycles_adamws_momentum():
+    def program(comm):
+        model = net(seed=0)
+        optimizer = OneBitAdam(model.parameters(), 0.01, comm=comm, warm_up=4)
+        for step in range(8):
+            if step == 6:
+                schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=4)
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+            if step >= 6:
+                schedule.step()
+        (group,) = optimizer.param_groups
+        return group["betas"][0] != 0.9, group.get("momentum", 0)
+
+    assert simulate(2, program).results == 2 * [(True, 0)]

@@ -16,6 +16,28 @@ X = SparseVector([1, 4], np.array([2.0, -3.0]), 6)
 Y = SparseVector([0, 4], np.array([1.0, 5.0]), 6)
 
 
+@pytest.mark.parametrize("make", [SparseVector, SparseVector.from_pairs])
+def test_an_index_buffer_may_be_filled_again(make):
+    buffer = np.array([1, 4, 7], np.uint32)
+    x = make(buffer, np.array([1.0, 2.0, 3.0]), 10)
+    buffer[2] = 3_000_000_000
+    assert x.indices.tolist() == [1, 4, 7]
+
+
+def test_bad_arguments_of_methods_are_named():
+    for call, text in (
+        (lambda: X.topk(-1), "k: expected at least 0, got -1"),
+        (lambda: as_vector(np.ones(3)).topk(-1), "k: expected at least 0, got -1"),
+        (lambda: RowSparse([1], np.ones((1, 2)), 3).topk(-1), "k: expected at least 0, got -1"),
+        (lambda: X.to_scipy(format="foo"), "format: expected "),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    with pytest.raises(TypeError, match="complex numbers"):
+        SparseVector.from_pairs([0, 0], np.array([1j, 2]), 1, op="max")
+    assert X.to_scipy(6).shape == (6,)
+
+
 @FEW
 @given(
     seed=st.integers(0, 1000),
@@ -55,10 +77,9 @@ def test_sums_of_pairs_in_16_bits_are_formed_in_32_and_rounded_once(dtype):
     assert x.values.tolist() == np.array([6e4, last, 3000]).astype(dtype).tolist()
 
 
-def test_pairs_that_are_sorted_are_not_copied():
-    indices, values = np.array([1, 4], np.uint32), np.array([2.0, -3.0])
-    x = SparseVector.from_pairs(indices, values, 6)
-    assert np.shares_memory(x.indices, indices) and np.shares_memory(x.values, values)
+def test_values_of_pairs_that_are_sorted_are_not_copied():
+    values = np.array([2.0, -3.0])
+    assert np.shares_memory(SparseVector.from_pairs([1, 4], values, 6).values, values)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex128", "int8"])

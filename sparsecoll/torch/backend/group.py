@@ -6,7 +6,6 @@ import dataclasses
 import secrets
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,7 +28,6 @@ from sparsecoll.torch.tensors.private import (
     serve_monitored_barrier,
     untraced,
 )
-from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.process_groups import connect_group
@@ -104,12 +102,14 @@ class ProcessGroupSparsecoll(ProcessGroup):
     def _call(self, own: Callable[[CollectiveCall], None], x: torch.Tensor, opts: Any) -> Call:
         """Make a call of the library, which changes x."""
 
+        inference = torch.is_inference_mode_enabled()  # of this thread
+
         def call() -> None:
-            with torch.no_grad():
+            with torch.inference_mode(inference), torch.no_grad():
                 collective(self._transport, "all_reduce", self._seconds, own)
 
-        start = in_background if getattr(opts, "asyncOp", True) else _at_once
-        return Call(start(self._transport, call), [x])
+        asynchronous = getattr(opts, "asyncOp", True)
+        return Call(in_background(self._transport, call) if asynchronous else completed_future(call), [x])
 
     def _sum_sparse(self, call: CollectiveCall, x: torch.Tensor, name: str | None) -> None:
         if name is None or (name == "mean" and not x.dtype.is_floating_point):
@@ -158,11 +158,6 @@ def _drawn_name(call: CollectiveCall, options: Options) -> str:
     name = bytes(spread(transport, drawn)).hex()
     transport.waitall()
     return name
-
-
-def _at_once(transport: Transport, call: Callable[[], None]) -> Future[None]:
-    """Execute a blocking call; `wait` raises its exception."""
-    return completed_future(call)
 
 
 def _passing(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class OneBitAdam(Wrapper):
 
     _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
     _now: LocalOptimizer | Compressed
+    defaults: Any = MappingProxyType({})  # AdamW's, also after the warm-up: schedules of the momentum look here
 
     def __init__(
         self,
@@ -148,6 +150,9 @@ class OneBitAdam(Wrapper):
             if scale is not None and not 0 < scale < math.inf:
                 raise ValueError(f"scale: expected a number above 0, got {scale}")
             adamw = torch.optim.AdamW(params, lr, betas, eps, weight_decay)
+            for name in ("maximize", "amsgrad"):
+                if any(group[name] for group in adamw.param_groups):
+                    raise ValueError(f"{name}: expected False in all groups, got True: use -loss, or LocalOptimizer")
             refuse_wrapped(self._model, "model")
             tables = sparse_weights(self._model)
             if any(id(p) in tables for group in adamw.param_groups for p in group["params"]):
@@ -163,6 +168,7 @@ class OneBitAdam(Wrapper):
             return adamw, QSGD(bits, bucket, feedback=True), later
 
         adamw, first, self._later = collective(transport, "OneBitAdam", timeout, build)
+        self.defaults = adamw.defaults
         super().__init__(adamw)
         self._closed = False
         self._means = self._later.warm_up - self._later.before

@@ -143,9 +143,6 @@ class SparseSGD(torch.optim.Optimizer):
         defaults |= {"nesterov": nesterov, "maximize": maximize}
         transport, known = communicator(comm, timeout), model_of(params) if model is None else model
         self._built = False
-        watched = transport.rank == 0 and transport.size > 1
-        cure = NO_MEAN if algo is None else "DistributedOptimizer clips the mean"
-        self._watch = Watch("SparseSGD", cure) if watched else None
 
         def build(_: CollectiveCall) -> tuple[SparseSum, Options, Scaling]:
             compressor = compressor_of(algo, density, format, value_dtype, row_density)
@@ -157,6 +154,8 @@ class SparseSGD(torch.optim.Optimizer):
             return compressor, options, Scaling(self, grad_scaler)
 
         self._compressor, options, self._scaling = collective(transport, "SparseSGD", timeout, build)
+        cure = NO_MEAN if self._compressor.momentum is None else "DistributedOptimizer clips the mean"
+        self._watch = Watch("SparseSGD", cure) if transport.rank == 0 and transport.size > 1 else None
         with agreed(transport, timeout):
             self._replica = Replica(transport, known, options)
             self._replica.context.momenta = partial(momenta_of, self, self._replica.params)

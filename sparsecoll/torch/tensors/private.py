@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -129,6 +130,8 @@ def profiled() -> bool:
 def inner_backends(store: Any, rank: int, size: int, timeout: timedelta) -> dict[str, Any]:
     """Return torch's backends by the type of their devices, of a group that has none; nothing public makes them."""
     gloo = dist.distributed_c10d.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":  # torch compares the calls of ranks
+        gloo = dist.distributed_c10d._create_process_group_wrapper(gloo, "gloo", store, rank, size, timeout)
     gloo._set_sequence_number_for_group()
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return {"cpu": gloo, "cuda": gloo}
@@ -141,14 +144,14 @@ def inner_backends(store: Any, rank: int, size: int, timeout: timedelta) -> dict
 
 def seconds_of(backend: Any) -> float:
     """Return the timeout of gloo, which users change by a private function of torch; its options tell it."""
-    return float(backend.options._timeout.total_seconds())
+    return float(getattr(backend, "wrapped_pg", backend).options._timeout.total_seconds())
 
 
 def serve_by(group: Any, backends: Mapping[str, Any]) -> None:
     """Let backends serve a group; what makes a group of torch's backends also makes it a known one."""
-    kinds = {dist.distributed_c10d.ProcessGroupGloo: dist.ProcessGroup.BackendType.GLOO}
+    kinds = dist.ProcessGroup.BackendType
     for device, backend in backends.items():
-        kind = kinds.get(type(backend), dist.ProcessGroup.BackendType.NCCL)
+        kind = kinds.GLOO if backend is backends["cpu"] else kinds.NCCL
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
 
