@@ -271,7 +271,7 @@ def results(rows, name, line, P):
 
 def plus_minus(values, sign="", divisor=1.0):
     """Return the mean and, of several values, the standard deviation, divided; two digits after the point."""
-    return f"{np.mean(values):{sign}.2f}" + (f" +- {np.std(values, ddof=1) / divisor:.2f}" if len(values) > 1 else "")
+    return f"{np.mean(values):{sign}.2f}" + (f"±{np.std(values, ddof=1) / divisor:.2f}" if len(values) > 1 else "")
 
 
 UNSHOWN = ["allgather 1 %", "dgc 1 %", *MUON]  # in text: as oktopk, to within 0.06; at a low rate; with 0.95
@@ -285,7 +285,7 @@ def table(rows, name, P=4):
     for line in (line for line in LINES if line not in UNSHOWN):
         if found := results(rows, name, line, P):
             quality, gap, received, fewer = found
-            row = {"": line, f"quality, {TASKS[name].unit}": quality.split(" +-")[0], "against dense": gap}
+            row = {"": line, f"quality, {TASKS[name].unit}": quality.split("±")[0], "against dense": gap}
             shown.append(row | {"MB received": received, "times fewer": fewer})
     return markdown(shown)
 

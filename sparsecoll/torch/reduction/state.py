@@ -111,7 +111,8 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
 
     The residual of rank i goes to the new rank i mod `size`, multiplied by size / old size. Since an update is the mean
     over the ranks, the residuals then move the parameters as far as they would have before. Other tensors that belong
-    to a rank (velocities) are treated in the same way, state that is the same on all ranks is copied, and thresholds
+    to a rank (velocities) are treated in the same way, state that is the same on all ranks is copied (for
+    fewer ranks, OneBitAdam's divisor times sqrt(old size / size), since means have more noise), and thresholds
     and boundaries are found again. States of a LocalOptimizer between two means have the parameters of their ranks: all
     new ranks go on from the mean of these. The wrapped optimizer's state is that of old rank `rank` mod old size.
 
