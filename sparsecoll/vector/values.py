@@ -186,7 +186,7 @@ def pairs(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES) -> tuple
     if given.size and int(given.max()) >= length:
         raise ValueError(f"{name}: expected below {kind.length} {length}, got {int(given.max())}")
     # a copy of the indices: compiled loops rely on them, and a caller may write into its own
-    return given.astype(index_dtype(length), order="C"), contiguous(values), length
+    return contiguous(given.astype(index_dtype(length))), contiguous(values), length
 
 
 def checked_length(length: Any, name: str) -> int:
