@@ -38,7 +38,9 @@ def call_in_a_callback_of_another(group):
         dist.all_reduce(sparse(group, "rows"), group=group, async_op=True).wait()
         return dist.all_reduce(y, group=group, async_op=True).get_future().wait()[0]
 
-    return dist.all_reduce(sparse(group, "rows"), group=group, async_op=True).get_future().then(then).wait()
+    for _ in range(20):  # so that the last one is not over before it has a callback
+        work = dist.all_reduce(sparse(group, "rows"), group=group, async_op=True)
+    return work.get_future().then(then).wait()
 
 
 @case

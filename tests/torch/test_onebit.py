@@ -342,3 +342,29 @@ def test_a_scale_lengthens_the_steps_after_the_warm_up():
 
     (once, *_), (twice, *_) = (simulate(2, lambda comm, s=s: program(comm, s)).results for s in (1.0, 2.0))
     assert sum(float(t.norm()) for t in twice) == pytest.approx(2 * sum(float(t.norm()) for t in once), rel=0.2)
+
+
+def test_maximizing_the_negated_loss_is_the_same():
+    def program(comm, sign):
+        model = net(seed=0)
+        groups = [{"params": [*model.parameters()], "maximize": sign < 0}]
+        optimizer = OneBitAdam(groups, RATE, comm=comm, model=model, **OPTIONS)
+        for step in range(5 * WARM_UP):
+            optimizer.zero_grad()
+            (sign * loss_of(model, batch(comm.rank, step))).backward()
+            optimizer.step()
+        return parameters(model)
+
+    least, most = (simulate(2, lambda comm, sign=sign: program(comm, sign)).results[0] for sign in (1, -1))
+    close(least, most)
+
+
+def test_fewer_ranks_get_a_divisor_for_noisier_means():
+    states = simulate(4, lambda comm: copy.deepcopy(trained(comm, 2 * WARM_UP)[1].state_dict())).results
+    old, fewer, more = (
+        state["sparsecoll"]["tensors"]["divisor"]
+        for state in (states[0], redistribute(states, 0, 2), redistribute(states, 0, 8))
+    )
+    for name, divisor in old.items():
+        close([fewer[name]], [divisor * 2**0.5], rtol=1e-6)
+        assert torch.equal(more[name], divisor)

@@ -54,10 +54,9 @@ def test_an_exception_at_any_line_is_raised_on_all_ranks(step):
         assert first == second and not warming_up, target
 
 
-@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
-def test_options_that_only_adamw_has_are_refused(option):
+def test_amsgrad_is_refused():
     def program(comm):
-        OneBitAdam([{"params": [torch.nn.Parameter(torch.ones(3))], option: True}], comm=comm, warm_up=4)
+        OneBitAdam([{"params": [torch.nn.Parameter(torch.ones(3))], "amsgrad": True}], comm=comm, warm_up=4)
 
-    with pytest.raises(ValueError, match=f"{option}: expected False in all groups, got True"):
+    with pytest.raises(ValueError, match="amsgrad: expected False in all groups, got True"):
         simulate(2, program)

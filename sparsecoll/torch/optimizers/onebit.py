@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ class OneBitAdam(Wrapper):
 
     _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
     _now: LocalOptimizer | Compressed
-    defaults: Any = MappingProxyType({})  # AdamW's, also after the warm-up: schedules of the momentum look here
+    defaults: Any = None  # AdamW's, also after the warm-up: schedules of the momentum look here
 
     def __init__(
         self,
@@ -150,9 +149,8 @@ class OneBitAdam(Wrapper):
             if scale is not None and not 0 < scale < math.inf:
                 raise ValueError(f"scale: expected a number above 0, got {scale}")
             adamw = torch.optim.AdamW(params, lr, betas, eps, weight_decay)
-            for name in ("maximize", "amsgrad"):
-                if any(group[name] for group in adamw.param_groups):
-                    raise ValueError(f"{name}: expected False in all groups, got True: use -loss, or LocalOptimizer")
+            if any(group["amsgrad"] for group in adamw.param_groups):
+                raise ValueError("amsgrad: expected False in all groups, got True: use LocalOptimizer")
             refuse_wrapped(self._model, "model")
             tables = sparse_weights(self._model)
             if any(id(p) in tables for group in adamw.param_groups for p in group["params"]):
@@ -207,6 +205,7 @@ class OneBitAdam(Wrapper):
     def _converted(self, params: Named, residuals: Named) -> dict[str, Named]:
         """Return OneBit's first state, of AdamW's moments and of residuals in units of the parameters. Collective."""
         replica, groups = self._engine.replica, group_by_name(self.optimizer, params)
+        signs = {name: -1 if group["maximize"] else 1 for name, group in groups.items()}  # SGD negates later
         result: dict[str, Named] = {kind: {} for kind in KINDS}
         for layout in cut(params, [*params], replica.options.bucket_bytes):
             with layout.device.stream_context():
@@ -216,7 +215,7 @@ class OneBitAdam(Wrapper):
                     moments, (beta, other) = self.optimizer.state.get(params[name]), groups[name]["betas"]
                     if moments:
                         steps = float(moments["step"])
-                        views["residual"][name].copy_(moments["exp_avg"]).mul_(beta / (1 - beta**steps))
+                        views["residual"][name].copy_(moments["exp_avg"]).mul_(signs[name] * beta / (1 - beta**steps))
                         views["square"][name].copy_(moments["exp_avg_sq"]).div_(1 - other**steps)
                     gradient = params[name].grad
                     if gradient is not None:
@@ -234,7 +233,7 @@ class OneBitAdam(Wrapper):
                     if name in layout.names:
                         rate, first = (float(groups[name].get(key, 0)) for key in ("lr", "initial_lr"))
                         rate = (rate if rate >= DIP * first else first) or float(self.defaults["lr"]) or 1.0
-                        views["residual"][name].add_(waits * views["divisor"][name], alpha=1 / rate)
+                        views["residual"][name].add_(waits * views["divisor"][name], alpha=signs[name] / rate)
             for kind, tensors in views.items():
                 result[kind].update(tensors)
         return result
@@ -243,8 +242,8 @@ class OneBitAdam(Wrapper):
         """Go on without the warm-up, from a state that `load` loads, on all ranks or on none. Collective."""
         before = self._now
         later = Compressed(self.optimizer, params, self._model, self._engine.replica, self._later)
-        self._use(later)
         try:
+            self._use(later)
             load()
             later._engine.replica.call("end of the warm-up", lambda _: barrier(later._engine.replica.transport))
         except Exception:

@@ -79,7 +79,8 @@ class Engine(Reducer):
             warn_of_momentum(optimizer, compressor, self.replica.sparse_weights)
         has_momentum, watched = getattr(compressor, "momentum", 0.0) != 0, transport.rank == 0 and transport.size > 1
         cure = NO_MEAN if has_momentum else "To clip the mean, call synchronize() first"
-        self._watch = Watch("overlap=False", cure) if watched and not options.overlap else None
+        who = "momentum before the compression" if has_momentum else "overlap=False"
+        self._watch = Watch(who, cure) if watched and not options.overlap else None
         self._watches_means = watched and options.overlap and has_momentum and scaling.scaler is None
         self._synchronizing = True
         self.asked = False

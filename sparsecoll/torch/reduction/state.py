@@ -137,7 +137,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
     for kind, entries in own[0]["tensors"].items():
         if kind in replicated:
             less = (len(own) / size) ** 0.5 if kind == "divisor" else 1.0  # OneBitAdam's, for noise of fewer ranks
-            tensors[kind] = {name: t.clone().mul_(less) if less > 1 else t.clone() for name, t in entries.items()}
+            tensors[kind] = {name: t.mul(less) if less > 1 else t.clone() for name, t in entries.items()}
             continue
         mine = [part["tensors"][kind] for part in own[rank::size]]
         tensors[kind] = {name: _summed([m[name] for m in mine], t, scale) for name, t in entries.items()}
