@@ -18,8 +18,11 @@ class Meeting:
     def entries(self):
         return [self._entries[rank] for rank in range(self.size)] if self.known() == self.size else None
 
+    def absent(self):
+        return [rank for rank in range(self.size) if rank not in self._entries]
+
     def known(self):
-        return sum(rank in self._entries for rank in range(self.size))
+        return self.size - len(self.absent())
 
     def clear(self):
         del self._entries[self.rank]

@@ -260,9 +260,7 @@ def _parser() -> argparse.ArgumentParser:
                              help=f"lengths of the vectors, such as 24e6 (default: {length:,})")  # fmt: skip
         command.add_argument("--density", nargs="+", type=density, default=densities,
                              help=f"k / n (default: {share})")  # fmt: skip
-        command.add_argument(
-            "--format", nargs="+", choices=FORMATS, default=["auto"], help="wire formats (default: auto)"
-        )
+        command.add_argument("--format", nargs="+", choices=FORMATS, default=["auto"], help="formats (default: auto)")
         command.add_argument("--value-dtype", nargs="+", choices=("float16", "bfloat16", "float32"), default=[None],
                              help="dtypes of values on the wire (default: that of the vector)")  # fmt: skip
         command.add_argument("--json", type=Path, metavar="FILE", help="save each row as soon as it is measured")
@@ -298,9 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("plot", _plot)
     command.add_argument("--algo", nargs="+", default=[], metavar="NAME", help="draw these lines and the dense ones")
     command.add_argument("rows", nargs="+", type=Path, metavar="FILE", help="JSON files of bench and simulate")
-    command.add_argument(
-        "--out", type=Path, default=Path("figures"), help="folder for the SVG files (default: figures)"
-    )
+    command.add_argument("--out", type=Path, default=Path("figures"), help="folder of the SVG files (default: figures)")
     add("warmup", _warmup)
     return parser
 

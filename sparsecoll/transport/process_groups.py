@@ -185,6 +185,10 @@ class StoreMeeting:
         keys = [self._key(rank) for rank in range(self.size)]
         return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
 
+    def absent(self) -> list[int]:
+        """Return the ranks that have left no entry."""
+        return [rank for rank in range(self.size) if not self._store.check([self._key(rank)])]
+
     def clear(self) -> None:
         """Remove this rank's entry, which all ranks have read: a job that is restarted may meet at the same place."""
         self._store.delete_key(self._key(self.rank))

@@ -166,3 +166,12 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks(name):
 
     results = simulate(3, refused).results
     assert results == [results[0]] * 3 and results[0][1] == [1.0, 1.0]
+
+
+def test_a_tall_matrix_of_columns_takes_memory_by_its_entries():
+    sparse = pytest.importorskip("scipy.sparse")
+    at = np.array([7, 2**40 - 1, 0]), np.array([0, 0, 2])
+    x = sparse.coo_array((np.array([1.0, 2.0, 4.0]), at), shape=(2**40, 3)).tocsc()
+    y = sparsecoll.allreduce(None, x)
+    assert y.format == "csc" and y.has_canonical_format and y.shape == x.shape
+    assert [y[7, 0], y[2**40 - 1, 0], y[0, 2]] == [1, 2, 4] and y.nnz == 3

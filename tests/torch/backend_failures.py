@@ -49,6 +49,13 @@ def another_operation(group, rank):
     dist.all_reduce(rows(), dist.ReduceOp.MAX, group=group)
 
 
+def calls_that_torch_compares(group, rank):
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    del os.environ["TORCH_DISTRIBUTED_DEBUG"]
+    dist.all_reduce(torch.ones(3 + rank % 2), group=group)
+
+
 def one_rank_alone(group, rank):
     """A rank fails before its call; the others wait for it."""
     if rank == 2:
@@ -94,7 +101,7 @@ def backward_without(group, rank):
     net(torch.ones(1, 3)).sum().backward()
 
 
-TOGETHER = (other_shapes, other_dtypes, another_operation, one_rank_alone, dense_alone)
+TOGETHER = (other_shapes, other_dtypes, another_operation, calls_that_torch_compares, one_rank_alone, dense_alone)
 LEAVING = (sparse_without, dense_without, scatter_without, backward_without)
 
 

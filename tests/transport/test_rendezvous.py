@@ -21,9 +21,10 @@ def test_ranks_that_do_not_come_are_given_up_and_told():
     entries, results = {}, []
     for rank, timeout in ((0, 0.3), (1, None)):
         with pytest.raises(CommunicationError) as raised:
-            connect(Meeting(entries, rank, 2), timeout)
+            connect(Meeting(entries, rank, 3), timeout)
         results.append(str(raised.value))
-    assert results[0].startswith("rank 0 waits for all ranks to make their first call on the communicator for 0.3 s")
+    calls = "waits for all ranks to make their first call on the communicator"
+    assert results[0].startswith(f"rank 0 {calls} (absent: 1, 2) for 0.3 s")
     assert results[1] == results[0]
 
 

@@ -30,10 +30,8 @@ def ranges_from(indices: Array, heads: Array) -> tuple[Array, Array]:
 def blocks_fit(starts: Array, lengths: Array, total: int, length: int) -> bool:
     """Whether blocks of `total` values are in order, apart from each other, and inside a vector; any numbers."""
     ends = starts + lengths
-    inside = bool(
-        (lengths <= total).all() and (lengths > 0).all() and (starts < length).all() and (ends <= length).all()
-    )
-    return inside and int(lengths.sum()) == total and not (starts[1:] < ends[:-1]).any()
+    fit = bool((lengths <= total).all() and (lengths > 0).all() and (starts < length).all() and (ends <= length).all())
+    return fit and int(lengths.sum()) == total and not (starts[1:] < ends[:-1]).any()
 
 
 def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:

@@ -163,9 +163,7 @@ def groups_of(model: Any) -> list[Group]:
         kind = type(model).__name__
         raise TypeError(f"model: expected a module after torch.distributed.fsdp.fully_shard(module), got a {kind}")
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise RuntimeError(
-            f"torch: expected 2.13 or later, got {torch.__version__}, whose FSDP lacks what is used here"
-        )
+        raise RuntimeError(f"torch: expected 2.13 or later, got {torch.__version__}, whose FSDP lacks what is needed")
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise TypeError(

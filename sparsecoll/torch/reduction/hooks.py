@@ -225,9 +225,7 @@ def synchronize_all(transport: Transport) -> None:
         numbers = list(transport.sharers)
         asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
         if is_shared(transport) and transport.size > 1:
-            timeouts = [
-                owners[n].replica.options.timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked
-            ]
+            timeouts = [owners[n].replica.options.timeout for n, due in zip(numbers, asked, strict=True) if due]
             timeout = min(filter(None, timeouts), default=None)
 
             def agree(_: CollectiveCall) -> NDArray[Any]:

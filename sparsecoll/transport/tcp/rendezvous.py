@@ -72,8 +72,10 @@ def connect(meeting: StoreMeeting, timeout: float | None = None, secret: str | b
     """
     try:
         with contextlib.ExitStack() as stack:
-            rank, what = meeting.rank, "waits for all ranks to make their first call on the communicator"
-            watchdog, known = Watchdog(rank, lambda: what, timeout), _secret(secret)
+            rank, absent = meeting.rank, meeting.absent
+            what = "waits for all ranks to make their first call on the communicator (absent: {})"
+            watchdog = Watchdog(rank, lambda: what.format(", ".join(map(str, absent()))), timeout)
+            known = _secret(secret)
             listener, host = addresses.listen(meeting.size + STRANGERS)
             local, name = addresses.listen_locally(meeting.size + STRANGERS)
             listeners = [stack.enter_context(one) for one in (listener, local) if one is not None]
@@ -83,6 +85,7 @@ def connect(meeting: StoreMeeting, timeout: float | None = None, secret: str | b
             entries = _entries(meeting, watchdog)
             key = _proof(known, "key", *entries)
             party = stack.enter_context(contextlib.closing(_Party(rank, _peers(entries, rank, known), key, listeners)))
+            absent = party.absent
             while not party.complete():
                 party.step()
                 _check(meeting, watchdog)
@@ -184,6 +187,10 @@ class _Party:
 
     def complete(self) -> bool:
         return len(self.sockets) == len(self._machines) - 1
+
+    def absent(self) -> list[int]:
+        """Return the ranks that are not connected yet."""
+        return [rank for rank in range(len(self._machines)) if rank != self._rank and rank not in self.sockets]
 
     def transport(self) -> TcpTransport:
         """Return the transport that has the connections."""
