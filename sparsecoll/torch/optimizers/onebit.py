@@ -95,9 +95,9 @@ class OneBitAdam(Wrapper):
         weight_decay: as in torch.optim.AdamW (default: 0.01).
         warm_up: number of steps of the warm-up, rounded up to a multiple of `every`; about 15 % of all steps.
             `synchronize` ends a period of `every` steps early.
-        every: number of steps from one mean to the next in the warm-up (default: 4).
+        every: number of steps from one mean to the next in the warm-up (default: 3).
         bits: bits per value there: 8, 4 (the default), 2 or 1.
-        bucket: number of values that share a scale (default: 512).
+        bucket: number of values that share a scale (default: 2048).
         scale: factor of the steps after the warm-up (default: None, for the estimate, which is in [1, sqrt(P)]).
         model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
             `params` is not `model.parameters()`.
@@ -131,9 +131,9 @@ class OneBitAdam(Wrapper):
         weight_decay: float = 0.01,
         *,
         warm_up: int,
-        every: int = 4,
+        every: int = 3,
         bits: int = 4,
-        bucket: int = 512,
+        bucket: int = 2048,
         scale: float | None = None,
         model: torch.nn.Module | None = None,
         comm: Any = None,
