@@ -133,7 +133,7 @@ def allreduce(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack[Allr
     array([-1., -1.,  1.])
     """
     return_reduction = options.pop("return_reduction", False)
-    given = CallOptions.of("allreduce", options)
+    given = CallOptions(**options)  # type: ignore[misc]  # the option that was taken out
     return blocking(comm, "allreduce", given, lambda call: _allreduce(call, x, algo, given, return_reduction))
 
 

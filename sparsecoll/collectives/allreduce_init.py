@@ -85,7 +85,7 @@ def allreduce_init(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack
     >>> sparsecoll.simulate(2, program).results[0]
     [0.0, 4.0, 8.0]
     """
-    given = CallOptions.of(NAME, options)
+    given = CallOptions(**options)
     return blocking(comm, NAME, given, lambda call: Plan(call, x, algo, given))
 
 

@@ -59,13 +59,6 @@ class CallOptions:
     missing: str = "ignore"
 
     @classmethod
-    def of(cls, name: str, options: Mapping[str, Any]) -> CallOptions:
-        """Return the options that a call's keyword arguments are."""
-        if unknown := options.keys() - cls.__dataclass_fields__.keys():
-            raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
-        return cls(**options)
-
-    @classmethod
     def moving(
         cls, format: str | Format = "auto", value_dtype: Any = None, timeout: float | None = None, check: bool = True
     ) -> CallOptions:

@@ -50,7 +50,7 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
     >>> sparsecoll.simulate(2, program).results
     [None, array([1., 1., 0., 0., 2., 0.])]
     """
-    given = CallOptions.of("reduce", options)
+    given = CallOptions(**options)
 
     def perform(call: CollectiveCall) -> Any:
         call.signature["root"] = at = check_root(root, call.transport)

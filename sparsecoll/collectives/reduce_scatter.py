@@ -75,7 +75,7 @@ def reduce_scatter(comm: AnyComm, x: Any, boundaries: Edges = None, **options: U
     [[0], [], [5]]
     """
     owner = options.pop("owner", None)
-    given = CallOptions.of("reduce_scatter", options)
+    given = CallOptions(**options)  # type: ignore[misc]  # the option that was taken out
     return blocking(comm, "reduce_scatter", given, lambda call: _reduce_scatter(call, x, given, boundaries, owner))
 
 

@@ -29,12 +29,6 @@ def test_k_is_given_or_a_share_of_the_length_or_the_algorithms_own():
     assert CallOptions(density=np.uint8(1)).resolve_k(10**6) == 10**6
 
 
-@pytest.mark.parametrize("name", ["allreduce", "reduce", "reduce_scatter", "allreduce_init"])
-def test_an_option_that_there_is_not_is_refused_by_the_name_of_the_call(name):
-    with pytest.raises(TypeError, match=r"^(all)?reduce\w*\(\) got an unexpected keyword argument 'mean'"):
-        getattr(sparsecoll, name)(None, np.ones(3), mean=True)
-
-
 def test_names_and_objects_mean_the_same():
     by_name, by_object = CallOptions(format="coo", value_dtype="float16"), CallOptions(format=FORMATS["coo"])
     assert by_name.wire_format is by_object.wire_format
