@@ -197,17 +197,17 @@ def test_intercommunicators_and_other_objects_are_refused(mpi):
 
 
 def test_a_rank_that_waits_leaves_its_core_to_others(comm):
-    """Processor time in waits of 0.3 s, the least of three; MPI is polled, sockets sleep."""
+    """Processor time in waits of 0.3 s, the median of three; MPI is polled, sockets sleep."""
     transport, used = as_transport(comm), []
     for _ in range(3):
         comm.Barrier()
         if comm.rank == 0:
             time.sleep(0.3)
-        before = time.thread_time()
+        start, before = time.perf_counter(), time.thread_time()
         allgather(transport, np.zeros(1, np.uint8))
         transport.waitall()
-        used.append(time.thread_time() - before)
-    assert comm.rank == 0 or min(used) < 0.03
+        used.append(time.thread_time() - before - 0.08 * (time.perf_counter() - start))
+    assert comm.rank == 0 or sorted(used)[1] < 0.005
 
 
 def test_progress_visits_only_the_ranks_that_something_is_expected_of(comm, mpi):
