@@ -32,6 +32,7 @@ class Meeting:
     def entries(self):
         files = [folder / str(rank) for rank in range(2)]
         return [file.read_text() for file in files] if all(file.exists() for file in files) else None
+    def absent(self): return [rank for rank in range(2) if not (folder / str(rank)).exists()]
     def clear(self): pass
     def fail(self, why): print(why, flush=True)
     def failed(self): return ""
