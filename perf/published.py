@@ -46,6 +46,7 @@ class SparseLoCo(ErrorFeedback):
     """The compressor."""
 
     name = "published sparseloco"
+    dense_below = 0
 
     def compensate(self, gradient, scale=1.0, source=None):
         """acc = DECAY * residual + gradient."""

@@ -270,6 +270,9 @@ class CallOptions:
         return channel, channel.roundtrip(self.prepared(entries, call.transport)), back
 
 
+CallOptions.__init__.__qualname__ = "the collective"  # what an error names that has no such option
+
+
 def blocking(comm: Any, name: str, options: CallOptions, perform: Callable[[CollectiveCall], T]) -> T:
     """Make a blocking call after the calls that were started before it."""
     transport = as_transport(comm, options.timeout)

@@ -54,6 +54,12 @@ def test_gathered_means_are_those_of_what_the_ranks_sent():
     assert np.linalg.norm(mean - sum(sent) / 3) < 0.07 * np.linalg.norm(mean)
 
 
+def test_short_parameters_send_as_many_values_as_whole_chunks():
+    """The last chunk of a longer parameter sends fewer, in proportion, since it shares its magnitudes."""
+    own = one(ChunkedTopK(4, 64), normal(1, 150 + 5 + 2), 1, ((150,), (5,), (2,)))[0][1]
+    assert own._regions[0].chunks.counts.tolist() == [4, 4, 1, 4, 2]
+
+
 @pytest.mark.parametrize("largest", [9.0, float(np.finfo(np.float32).max)])
 def test_a_mean_that_is_added_at_once_is_the_one_that_is_formed(largest):
     """The largest value of float32 leaves it finite; beside it, all others are too small for a magnitude."""

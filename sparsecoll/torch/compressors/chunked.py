@@ -48,7 +48,8 @@ class ChunkedTopK(ErrorFeedback):
     """Sends the k largest of every `chunk` values, each as its sign and one of two magnitudes.
 
     1. acc = decay * residual + gradient. Each parameter is divided into chunks of consecutive values. The k values of
-       largest magnitude of a chunk are taken, in proportion fewer but at least one of a shorter one; zeros never.
+       largest magnitude of a chunk are taken, in proportion fewer of a shorter last one, but k of a parameter that is
+       shorter than a chunk; zeros never.
     2. A value is sent as its sign and one of two magnitudes, those of least squared error for up to 32 chunks
        (Lloyd-Max); what that leaves of it stays in the residual, all in one pass. The gaps between indices are
        Rice-coded: at 64 of 4,096 an entry takes 9.6 bits, so that a message is 1/213 of the gradient in float32.
@@ -76,6 +77,7 @@ class ChunkedTopK(ErrorFeedback):
 
     name = "chunktopk"
     stands_alone = True
+    dense_below = 0
 
     k: int = 64
     chunk: int = 4096
@@ -119,7 +121,9 @@ class ChunkedTopK(ErrorFeedback):
         return message + n * (share * SUM + gaps) < size * message
 
     def _counts(self, edges: Array) -> Array:
-        counts: Array = np.maximum(1, self.k * np.diff(edges) // self.chunk)
+        lengths = np.diff(edges)
+        fewer = np.maximum(1, self.k * lengths // self.chunk)  # of the last chunk of several
+        counts: Array = np.where(np.isin(edges[:-1], self.layout.offsets), np.minimum(self.k, lengths), fewer)
         return counts
 
     def _region(self, edges: Array) -> Region:

@@ -92,7 +92,7 @@ class DiLoCo(LocalOptimizer):
         weight: Callable[[], float] | None = None,
         backup_device: torch.device | str | None = None,
         bucket_bytes: int | None = None,
-        dense_below: int = 1024,
+        dense_below: int | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
     ) -> None:

@@ -182,7 +182,7 @@ class DistributedOptimizer(Wrapper):
             are sent in the order in which they fill. If a parameter does not fit into a bucket that is less than 4 %
             full, it gets a bucket of its own, and the first bucket is filled with later parameters.
         dense_below: number of values below which a parameter is not compressed (default: None, for 0 with "sgdtopk"
-            and 1024 with other compressors).
+            and "chunktopk", and 1024 with other compressors).
         overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
         gradient_as_bucket_view: as in DistributedDataParallel: whether every `p.grad` is a view of its bucket's flat
             vector as soon as autograd has computed it (default: False). See "Memory".

@@ -131,7 +131,7 @@ class LocalOptimizer(Wrapper):
         weight: Callable[[], float] | None = None,
         backup_device: torch.device | str | None = None,
         bucket_bytes: int | None = 25 << 20,
-        dense_below: int = 1024,
+        dense_below: int | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
     ) -> None:
@@ -146,7 +146,8 @@ class LocalOptimizer(Wrapper):
             refuse_wrapped(model, "named_parameters")
             own = as_compressor(compressor)
             most = own.best_bucket(transport.size) if bucket_bytes is None else bucket_bytes
-            options = Options(most, dense_below, False, False, verify, timeout)
+            below = own.dense_below if dense_below is None else dense_below
+            options = Options(most, below, False, False, verify, timeout)
             given = of_optimizer(optimizer, named(named_parameters))
             check_whole(given.values(), comm)
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -160,7 +161,7 @@ class LocalOptimizer(Wrapper):
             call.signature |= {"alpha": alpha, "weight": "none" if weight is None else "given"}
             call.signature["fragments of"] = {n: pace.known[id(p)] for n, p in params.items() if id(p) in pace.known}
             call.signature |= names_in_groups(optimizer, params)
-            call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
+            call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": below, "verify": options.verify}
             call.signature |= {**own.signature(), **describe(others, "other parameter")}
             call.agree(entries=0)
             signature.update(call.signature, **describe(params))
