@@ -71,6 +71,19 @@ def dense_alone(group, rank):
     dist.all_reduce(torch.ones(5), group=group)
 
 
+def one_wrong_argument(group, rank):
+    """gloo refuses it on one rank; no rank is gone, so that later calls have errors of their own, or none."""
+    counts = torch.ones(2, dtype=torch.int64)
+    operation = dist.ReduceOp.SUM if rank else dist.ReduceOp.AVG
+    first = text_of(dist.all_reduce(counts, operation, group=group, async_op=True).wait)
+    assert ("cast" in first) == (rank == 0), first
+    second = text_of(lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=group))
+    assert "BAND" in second, second
+    summed = rows()
+    dist.all_reduce(summed, group=group)
+    raise RuntimeError(f"then {summed.to_dense().sum():.0f}")
+
+
 def leave(rank):
     if rank == 3:
         os._exit(0)
@@ -101,7 +114,8 @@ def backward_without(group, rank):
     net(torch.ones(1, 3)).sum().backward()
 
 
-TOGETHER = (other_shapes, other_dtypes, another_operation, calls_that_torch_compares, one_rank_alone, dense_alone)
+TOGETHER = (other_shapes, other_dtypes, another_operation, calls_that_torch_compares, one_wrong_argument)
+TOGETHER += (one_rank_alone, dense_alone)
 LEAVING = (sparse_without, dense_without, scatter_without, backward_without)
 
 

@@ -103,6 +103,7 @@ def test_all_ranks_raise_if_one_does_not_come(name, texts):
         ("other_dtypes", "dtype: expected the same value on all ranks, got 'float64' on rank 0, 'float32' on ranks 1"),
         ("another_operation", "for a sparse tensor of torch.float32: use a dense one (x.to_dense())"),
         ("calls_that_torch_compares", "Detected mismatch between collectives on ranks"),
+        ("one_wrong_argument", "then 16"),
     ],
 )
 def test_what_cannot_be_summed_is_refused_on_all_ranks(name, text, texts):

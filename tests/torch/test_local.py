@@ -8,7 +8,7 @@ from nets import batch, bits, close, loss_of, net, parameters
 
 from sparsecoll import formats, simulate
 from sparsecoll.errors import CommunicationError, NonFiniteError
-from sparsecoll.torch import LocalOptimizer, redistribute
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, redistribute
 from sparsecoll.torch.compressors import QSGD, TopKCompressor
 
 SPARSE = TopKCompressor(0.1, "allgather", format=formats.PackedCodesFormat())
@@ -116,6 +116,35 @@ def test_a_state_that_lacks_a_part_is_refused_by_its_name(key):
         saved["sparsecoll_local"]["shared"]["other"] = torch.zeros(1)
         with pytest.raises(ValueError, match="expected names of parameters, got 'other'"):
             optimizer.load_state_dict(saved)
+
+    simulate(2, program)
+
+
+def test_residuals_of_gradients_and_those_of_changes_do_not_take_each_others_place():
+    def program(comm):
+        optimizer = trained(comm, 2, SPARSE, every=2, dense_below=0)[1]
+        other = net()
+        other = DistributedOptimizer(adamw(other), other.named_parameters(), comm, SPARSE, dense_below=0)
+        for one, state in ((optimizer, other.state_dict()), (other, optimizer.state_dict())):
+            with pytest.raises(ValueError, match="expected residuals of"):
+                one.load_state_dict(state)
+        plain = {name: part for name, part in other.state_dict().items() if not name.startswith("sparsecoll")}
+        optimizer.load_state_dict(plain)
+
+    simulate(2, program)
+
+
+def test_steps_of_the_optimizer_inside_and_models_converted_later_are_refused():
+    def program(comm):
+        model, optimizer = trained(comm, 2, every=2)
+        with pytest.raises(RuntimeError, match=r"call LocalOptimizer\.step"):
+            optimizer.optimizer.step()
+        model.float()
+        with pytest.raises(ValueError, match=r"'0.weight': expected .* torch.float64.*, got .* torch.float32"):
+            optimizer.step()
+        optimizer = trained(comm, 2, every=2)[1]
+        optimizer.close()
+        optimizer.optimizer.step()
 
     simulate(2, program)
 

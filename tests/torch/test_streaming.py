@@ -1,5 +1,6 @@
 """LocalOptimizer with fragments, delays, weights and other outer optimizers, beside the formulas of the papers."""
 
+import contextlib
 import copy
 import math
 from functools import partial
@@ -232,15 +233,61 @@ def test_a_run_that_was_saved_while_means_are_under_way_resumes_with_the_same_bi
     assert len(set(simulate(3, program).results)) == 1
 
 
-def test_ranks_that_run_out_of_data_leave_while_means_are_under_way():
+@pytest.mark.parametrize("join", [True, False])
+def test_ranks_with_different_numbers_of_steps_end_with_the_same_bits_while_means_are_under_way(join):
     def program(comm):
         model = net()
         optimizer = made(comm, model)
-        with optimizer.join():
-            train(comm, optimizer, model, [5, 31, 20, 0][comm.rank])
+        for steps in ([5, 31, 20, 0], [8, 7, 8, 9]):
+            with optimizer.join() if join else contextlib.nullcontext():
+                train(comm, optimizer, model, steps[comm.rank])
+            if not join:
+                optimizer.synchronize()
         return bits(model)
 
     assert len(set(simulate(4, program).results)) == 1
+
+
+def test_an_exception_while_several_means_are_under_way_is_one_on_all_ranks():
+    def program(comm, step):
+        model = net()
+        optimizer = made(comm, model, every=8, fragments=4, delay=5)
+        train(comm, optimizer, model, step - 1)
+
+        def fail(*_):
+            raise KeyError("of this rank")
+
+        if comm.rank == 1:
+            optimizer.optimizer.step = fail
+        with pytest.raises((KeyError, CommunicationError), match="of this rank"):
+            train(comm, optimizer, model, 20, step - 1)
+        if comm.rank == 1:
+            del optimizer.optimizer.step
+        optimizer.discard()
+        train(comm, optimizer, model, 20)
+        optimizer.synchronize()
+        return bits(model)
+
+    for step in (18, 20, 22):
+        assert len(set(simulate(3, partial(program, step=step)).results)) == 1
+
+
+def test_ranks_whose_outer_rates_differ_when_they_meet_are_refused():
+    """A schedule of one rank went on while another waited for it."""
+
+    def program(comm):
+        model = net()
+        outer = torch.optim.SGD(model.parameters(), 0.7)
+        optimizer = made(comm, model, every=2, fragments=1, delay=0, alpha=0.0, outer=outer, **NO_SGD)
+        train(comm, optimizer, model, 1)
+        outer.param_groups[0]["lr"] = 0.7 if comm.rank else 0.6
+        with pytest.raises(CommunicationError, match=r"outer\[0\]"):
+            optimizer.synchronize()
+        outer.param_groups[0]["lr"] = 0.7
+        optimizer.synchronize()
+        return bits(model)
+
+    assert len(set(simulate(3, program).results)) == 1
 
 
 def test_wrong_paces_are_refused_on_all_ranks():
@@ -280,6 +327,10 @@ def test_several_inner_optimizers_step_together_and_resume():
         made_of = inner()
         schedule = torch.optim.lr_scheduler.StepLR(made_of[0], 1, 0.5)
         optimizer = LocalOptimizer(made_of, model, comm, every=3, dense_below=0)
+        with pytest.raises(ValueError, match="every parameter in one of the optimizers"):
+            LocalOptimizer([*inner(), torch.optim.SGD(matrices, 0.1)], model, comm)
+        with pytest.raises(RuntimeError, match=r"call LocalOptimizer\.step"):
+            made_of[1].step()
         train(comm, optimizer, model, 4)
         schedule.step()
         assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]

@@ -34,7 +34,7 @@ from sparsecoll.transport.process_groups import connect_group
 from sparsecoll.transport.progress import completed_future, in_background
 
 LOST_SECONDS = 5.0  # in which the ranks of a call that has failed in gloo tell each other so
-CONNECTION = ("onnection", "imed out", "timeout")  # words of what gloo raises if a rank is gone
+CONNECTION = ("onnection", "imed out", "timeout", "gloo/transport")  # words of what gloo raises if a rank is gone
 OPERATIONS = {"SUM": "sum", "AVG": "mean"}
 PASSED = {  # calls whose exceptions name ranks, besides allreduce; those of send and recv have one in their arguments
     *("broadcast", "reduce", "allreduce_coalesced", "barrier", "gather", "scatter", "alltoall", "alltoall_base"),
@@ -133,13 +133,16 @@ class ProcessGroupSparsecoll(ProcessGroup):
         try:
             work = getattr(self._inner, name)(*args, **kwargs)
         except RuntimeError as error:  # gloo scatters in the call itself
-            if not self._watched or not any(word in str(error) for word in CONNECTION):
+            named = self._named(name, error) if self._watched else error
+            if named is error:
                 raise
-            raise self._named(name, error) from error
+            raise named from error
         return Watched(work, lambda error: self._named(name, error)) if self._watched and work is not None else work
 
     def _named(self, name: str, error: RuntimeError) -> Exception:
         """Return the exception that replaces one of gloo, which all ranks get at about the same time."""
+        if not any(word in str(error) for word in CONNECTION):  # of the arguments: no rank is gone
+            return error
         with self._naming:
             if self._lost is None:
                 try:

@@ -22,8 +22,8 @@ from sparsecoll.torch.reduction.means import Means
 from sparsecoll.torch.reduction.pace import Outer, OuterOptimizers, Pace
 from sparsecoll.torch.reduction.rounds import ElasticGroup
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import JOINED, Options, agreeing, collective, communicator
-from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
+from sparsecoll.torch.replica.calls import Options, agreeing, collective, communicator
+from sparsecoll.torch.replica.guards import refuse_steps_outside, refuse_wrapped, warn_of_momentum, warn_of_state
 from sparsecoll.torch.tensors.model import (
     Named,
     check_whole,
@@ -62,8 +62,8 @@ class LocalOptimizer(Wrapper):
     own parameters + (1 - alpha) * the shared ones (Streaming DiLoCo, Douillard and others, 2025).
 
     After every `every`-th step (without `fragments` and `delay`), and after `synchronize`, parameters have the same
-    bits on all ranks; in between they differ. Call `synchronize()` after the last step; where numbers of steps differ
-    by `every` or more, use `join`. The state of the wrapped optimizer stays local to each rank.
+    bits on all ranks; in between they differ. Call `synchronize()` after the last step, also where numbers of steps
+    differ, and step by this wrapper only. The state of the wrapped optimizer stays local to each rank.
 
     Parameters that are frozen, or that the wrapped optimizer does not have, are set to those of rank 0 at the start and
     not averaged later. A parameter that is frozen between two means is part of the next one. If you change frozen
@@ -175,11 +175,11 @@ class LocalOptimizer(Wrapper):
             for one in outers:
                 warn_of_momentum(one, own)
         warn_of_state(optimizer, transport)
-        self._every, self._held, self._closed = every, False, False
+        self._every, self._held, self._closed, self._steps_inside = every, False, False, False
+        refuse_steps_outside(self)
         names = given.items if model is None else model.named_parameters
         device = None if backup_device is None else torch.device(backup_device)
         arguments: Any = transport, optimizer, OuterOptimizers(outers), own, model, names, options, pace, device
-        self._streams = group is None and (pace.fragments > 1 or delay > 0)
         self._engine = Means(*arguments) if group is None else ElasticMeans(group, signature, *arguments)
         self._engine.regroup(params)
 
@@ -199,7 +199,7 @@ class LocalOptimizer(Wrapper):
                 a mean is raised on every rank, and otherwise on this one.
         """
         if is_trial_step(self):
-            return self.optimizer.step()
+            return self._step_inside(None)
         if is_called_by_scaler(self):
             forget(self)
             kind = type(self).__name__
@@ -208,9 +208,16 @@ class LocalOptimizer(Wrapper):
         with self._engine.replica.agreed() if due else contextlib.nullcontext():
             if not self._closed:
                 self._engine.begin_step()
-            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            result = self._step_inside(closure)
             self._engine.end_step(due)
         return result
+
+    def _step_inside(self, closure: Callable[[], Any] | None) -> Any:
+        self._steps_inside = True
+        try:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        finally:
+            self._steps_inside = False
 
     @agreeing("_engine.replica.agreed")
     def _is_due(self) -> bool:
@@ -220,7 +227,8 @@ class LocalOptimizer(Wrapper):
         """Take the mean of the changes now, if any rank has taken steps since the last one; collective.
 
         Call it on all ranks before you evaluate, save or export the model. Ranks may have taken different numbers of
-        steps since the last mean, or none. The next mean is taken `every` steps later.
+        steps, or none: one that calls it early takes part in the others' means until all have called it, first with its
+        changes, then with zeros. The next mean is taken `every` steps later.
 
         Raises:
             NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank: see `discard`.
@@ -229,7 +237,7 @@ class LocalOptimizer(Wrapper):
         """
         if not self._closed:
             with self._engine.replica.agreed():
-                self._engine.mean()
+                self._engine.finish()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -256,10 +264,8 @@ class LocalOptimizer(Wrapper):
         """
         with self._engine.replica.reporting():
             yield
-            while not (self._closed or self._engine.turn(JOINED).over):
-                pass
-            if not self._closed and self._streams:
-                self._engine.mean()
+            if not self._closed:
+                self._engine.finish(leaves=True)
 
     @torch.inference_mode(False)
     @torch.no_grad()

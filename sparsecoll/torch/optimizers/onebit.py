@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from sparsecoll.torch.optimizers.sgd_rules import names_of
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling, forget
 from sparsecoll.torch.reduction.state import LOCAL, STATE
-from sparsecoll.torch.replica.calls import JOINED, Options, agreed, collective, communicator
+from sparsecoll.torch.replica.calls import Options, agreed, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import cut
@@ -53,6 +53,12 @@ def group_by_name(optimizer: torch.optim.Optimizer, params: Named) -> dict[str, 
     """Return the groups of parameters by name."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     return {name: groups[p] for name, p in params.items() if p in groups}
+
+
+def refuse_amsgrad(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise if a group wants the largest of all second moments."""
+    if any(group.get("amsgrad") for group in groups):
+        raise ValueError("amsgrad: expected False in all groups, got True: use LocalOptimizer")
 
 
 class OneBitAdam(Wrapper):
@@ -149,8 +155,7 @@ class OneBitAdam(Wrapper):
             if scale is not None and not 0 < scale < math.inf:
                 raise ValueError(f"scale: expected a number above 0, got {scale}")
             adamw = torch.optim.AdamW(params, lr, betas, eps, weight_decay)
-            if any(group["amsgrad"] for group in adamw.param_groups):
-                raise ValueError("amsgrad: expected False in all groups, got True: use LocalOptimizer")
+            refuse_amsgrad(adamw.param_groups)
             refuse_wrapped(self._model, "model")
             tables = sparse_weights(self._model)
             if any(id(p) in tables for group in adamw.param_groups for p in group["params"]):
@@ -254,6 +259,7 @@ class OneBitAdam(Wrapper):
     def _load(self, state: dict[str, Any]) -> None:
         def stage(call: CollectiveCall) -> bool:
             of_warm_up = LOCAL in state or STATE not in state
+            refuse_amsgrad(state.get("param_groups", ()))
             call.signature |= {"state of the warm-up": of_warm_up}
             call.agree(entries=0)
             if of_warm_up and not self.warming_up:
@@ -299,8 +305,9 @@ class OneBitAdam(Wrapper):
 
         In the warm-up this is `LocalOptimizer.synchronize`; afterwards they are the same.
         """
-        if self.warming_up:
-            self._now.synchronize()
+        if self.warming_up and not self._closed:
+            with self._engine.replica.agreed():
+                self._engine.finish(goes_on=lambda: self.warming_up)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for loops written for DistributedDataParallel; back-propagation never communicates here."""
@@ -317,8 +324,8 @@ class OneBitAdam(Wrapper):
         """
         with self._engine.replica.reporting():
             yield
-            while self.warming_up and not (self._closed or self._engine.turn(JOINED).over):
-                pass
+            if self.warming_up and not self._closed:
+                self._engine.finish(goes_on=lambda: self.warming_up)
         if not self.warming_up:
             with self._now.join():
                 pass

@@ -19,7 +19,10 @@ class Together(torch.optim.Optimizer):
         for own in optimizers:
             if not isinstance(own, torch.optim.Optimizer):
                 raise TypeError(f"optimizer: expected torch optimizers, got {type(own).__name__}")
-        super().__init__([p for own in optimizers for group in own.param_groups for p in group["params"]], {})
+        params = [p for own in optimizers for group in own.param_groups for p in group["params"]]
+        if len(set(params)) < len(params):
+            raise ValueError("optimizer: expected every parameter in one of the optimizers, got one in two of them")
+        super().__init__(params, {})
         self._optimizers = list(optimizers)
         self.param_groups = [group for own in optimizers for group in own.param_groups]
         for own in optimizers:

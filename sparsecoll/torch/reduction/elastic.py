@@ -15,7 +15,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.means import Means, Trial, check_mean
 from sparsecoll.torch.reduction.rounds import Contribution, ElasticGroup, Missed
-from sparsecoll.torch.replica.calls import JOINED, LATE, Outcome
+from sparsecoll.torch.replica.calls import LATE, Outcome
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Named, are_equal
 from sparsecoll.transport.all_ranks import joined, separated
@@ -92,13 +92,14 @@ class ElasticMeans(Means):
         self._outer.load_state_dict(saved["outer"])
         self.replica.context.step = self._group.number
 
+    def finish(self, leaves: bool = False, goes_on: Callable[[], bool] = lambda: True) -> None:
+        self.mean()
+        if leaves:
+            self._group.leave()
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def turn(self, flags: int = 0) -> Outcome:
-        if flags & JOINED:  # a worker without data takes a last mean, and leaves
-            self.mean()
-            self._group.leave()
-            return Outcome(JOINED)
         self._catch_up(1)
         return super().turn(flags)
 
@@ -163,7 +164,7 @@ class ElasticMeans(Means):
         self._buckets.make(set(self._params))  # those that are frozen may not be so elsewhere, or later
 
     def _form(self, trial: Trial) -> tuple[Outcome, float]:
-        number, buckets, _, weight, failed, take = trial
+        number, buckets, _, weight, failed, take, _ = trial
         self.replica.context.step = number
         if failed is not None:
             raise failed

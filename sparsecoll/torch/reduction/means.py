@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Trial(NamedTuple):
         weight: of this rank.
         failed: what all ranks raise; None: nothing.
         take: lets a bucket take the changes, unless it has.
+        before: result of the mean before, if that is under way.
     """
 
     number: int
@@ -49,6 +51,7 @@ class Trial(NamedTuple):
     weight: float
     failed: Exception | None
     take: Callable[[Bucket, Compressor], None]
+    before: Future[Any] | None
 
 
 UNDER_WAY = 2  # buckets whose messages may be under way while the next ones are made
@@ -71,6 +74,11 @@ class Means(Window):
     def _next(self) -> int:
         """The number of the next mean; the progress thread sets the replica's."""
         return self._number if self._under_way else self.replica.context.step
+
+    @property
+    def _streams(self) -> bool:
+        """Whether a mean may be of some parameters, or be taken later than it begins."""
+        return self._pace.fragments > 1 or self._pace.delay > 0
 
     def is_due(self) -> bool:
         """Return whether a mean begins or is taken after the next step."""
@@ -118,6 +126,18 @@ class Means(Window):
         self._begin(None, 0)
         self._take()
 
+    def finish(self, leaves: bool = False, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Take part in the others' means until all ranks do only this; all parameters are then the same. Collective.
+
+        Args:
+            leaves: whether this rank takes no more steps, which an ElasticGroup wants to know.
+            goes_on: returns whether more means follow, the same on all ranks.
+        """
+        while goes_on() and not self.turn(JOINED).over:
+            pass
+        if goes_on() and self._streams:
+            self.mean()
+
     def _begin(self, fragment: int | None, flags: int, delay: int = 0) -> None:
         """Begin a mean, on the progress thread if it may take some steps."""
         self._check_loaded()
@@ -145,7 +165,8 @@ class Means(Window):
         except Exception as error:
             failed = error
 
-        form = partial(self._form, Trial(number, buckets, row, weight, failed, take))
+        before = self._under_way[-1].result if self._under_way else None
+        form = partial(self._form, Trial(number, buckets, row, weight, failed, take, before))
         result = in_background(replica.transport, form) if delay else completed_future(form)
         due, steps = self._taken + delay, self.steps
         self._under_way.append(Mean(number, fragment, moved, buckets, flags, steps, due, delay > 0, result))
@@ -153,7 +174,9 @@ class Means(Window):
 
     def _form(self, trial: Trial) -> tuple[Outcome, float]:
         """Form a mean on trial; return what the ranks have told each other, and a factor. Collective."""
-        replica, (number, buckets, row, weight, failed, take) = self.replica, trial
+        replica, (number, buckets, row, weight, failed, take, before) = self.replica, trial
+        if before is not None and before.done() and before.exception():
+            before.result()  # which raises: other ranks are in another call
         replica.context.step = number
         for at_once, pairs in itertools.groupby(buckets if failed is None else (), lambda pair: pair[1].sends_at_once):
             for part in [list(pairs)] if at_once else [[pair] for pair in pairs]:
@@ -241,17 +264,18 @@ class Means(Window):
             if outcome.flags & MEMBERS or (outcome.trainable and outcome.trainable != names):
                 return self._take_again(mean, outcome)
             self._last = self._last | outcome.trainable
-            if outcome.trainable:
+            counts = bool(outcome.trainable) and not (outcome.over and self._streams)  # of all parameters instead
+            if counts:
                 for bucket, _ in mean.buckets:
                     self._accept(bucket, outcome.flags)
                 for bucket, _ in mean.buckets:
                     self._apply(bucket, factor, self._pace.alpha if mean.delayed else 0.0, outcome.flags)
             else:
                 self._drop(mean)
-            counts = bool(outcome.trainable) or outcome.over
+                self.steps += mean.steps if outcome.over else 0
             if outcome.over:
                 outcome.modules = [True] * len(outcome.modules)  # which ranks without data do not tell
-            if counts and not mean.delayed:
+            if (outcome.trainable or outcome.over) and not mean.delayed:
                 self.replica.broadcast_buffers(outcome)
         del self._under_way[0]
         if counts:

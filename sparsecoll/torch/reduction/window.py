@@ -141,7 +141,14 @@ class Window(Owner):
         The user may have loaded them since the last mean, which the next one compares.
         """
         names = {name for name, p in self._params.items() if name not in self._moved and takes_part(p)}
-        own = {name: own_part(self._params[name]) for name in names}
+        own = {name: own_part(p) for name, p in self._params.items() if name in names}
+        for name, t in own.items():
+            before = self._shared[name]
+            if (t.shape, t.dtype) != (before.shape, before.dtype):
+                raise ValueError(
+                    f"parameter {name!r}: expected shape {tuple(before.shape)} and {before.dtype}, as when the"
+                    f" optimizer was wrapped, got {tuple(t.shape)} and {t.dtype}: convert a model before that"
+                )
         loaded = [name for name, t in own.items() if not are_equal(self._shared[name].to(t.device), t)]
         if loaded:
             self._share(loaded)

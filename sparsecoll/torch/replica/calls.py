@@ -216,7 +216,8 @@ class Row:
         params: by name, the same names in the same order on all ranks.
         modules: by module with buffers, whether they have changed.
         trainable: which parameters take part; None, the default: those that want a gradient or have one.
-        checksum: of options that must be the same on all ranks, at least 0.
+        checksum: of options that must be the same on all ranks, at least 0; with `trainable`, also on those that have
+            run out of data.
         sparse: ids of the parameters whose modules say that their gradients are sparse.
     """
 
@@ -236,6 +237,7 @@ class Row:
         dense = [p.grad is not None and not has_rows(p.grad) for p in tensors]
         taking = [takes_part(p) for p in tensors] if trainable is None else trainable
         self._names, self._steps, self._checksum, self._here = list(params), steps, checksum, here
+        self._compares = here or trainable is not None
         self._flags = np.array([flags], np.uint8)
         self._bits = np.array([*used, *rows, *dense, *taking, *(here and changed for changed in modules)], np.uint8)
 
@@ -250,12 +252,12 @@ class Row:
         """
         size, names, steps, own = transport.size, self._names, self._steps, self._checksum
         above = size - 1 - transport.rank  # greater for lower ranks
-        here = [steps, -steps, own, -own, above] if self._here else [LEAST] * 5
-        head = np.array([*here, steps * size + above], np.int64)
+        here = [steps, -steps, above] if self._here else [LEAST] * 3
+        head = np.array([*here, *([own, -own] if self._compares else [LEAST] * 2), steps * size + above], np.int64)
         row = np.concatenate([head.view(np.uint8), self._flags, np.packbits(self._bits)])
         row = disseminate(transport, row, _combine, direct=size <= NEAR_RANKS and not transport.one_node)
         transport.waitall()
-        most, least, checksum, other, root, furthest = row[: head.nbytes].view(np.int64).tolist()
+        most, least, root, checksum, other, furthest = row[: head.nbytes].view(np.int64).tolist()
         if most != LEAST and most != -least:
             counts = allgather(transport, np.array([steps if self._here else LEAST]))[:, 0].tolist()
             raise CommunicationError(
@@ -279,7 +281,7 @@ class Row:
             dense=named(dense),
             trainable=named(trainable),
             modules=modules.tolist(),
-            same_options=most == LEAST or checksum == -other,
+            same_options=checksum in (LEAST, -other),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsecoll.torch.compressors import Compressor, StepContext
 from sparsecoll.torch.tensors.model import bits_of, own_part
-from sparsecoll.torch.tensors.private import inside_ddp, values_of
+from sparsecoll.torch.tensors.private import inside_ddp, is_trial_step, values_of
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import allgather
 
@@ -56,11 +57,26 @@ def refuse_ddp(*_: Any) -> None:
         )
 
 
+def refuse_steps_outside(wrapper: Any) -> None:
+    """Let a step of the wrapped optimizer raise unless the wrapper takes it: the change would not be counted."""
+    known = weakref.ref(wrapper)
+
+    def refuse(inner: torch.optim.Optimizer, *_: Any) -> None:
+        own = known()
+        if own is not None and not (own._steps_inside or own._closed or is_trial_step(inner)):
+            kind = type(own).__name__
+            raise RuntimeError(f"step: expected that of {kind}, got that of the optimizer inside: call {kind}.step()")
+
+    for inner in getattr(wrapper.optimizer, "_optimizers", [wrapper.optimizer]):
+        if hasattr(inner, "register_step_pre_hook"):
+            inner.register_step_pre_hook(refuse)
+
+
 def fingerprint(params: Iterable[torch.Tensor]) -> int:
-    """Return a number that is equal for equal gradients, and 0 if there are none or all are zero."""
+    """Return a number that is equal for equal gradients, and 0 if there are none, or all are zero, or one is NaN."""
     grads = [p.grad.detach() for p in params if p.grad is not None]
     sums = [float(values_of(g).sum(dtype=torch.float64)) for g in grads]
-    return zlib.crc32(np.array(sums).tobytes()) if any(sums) else 0
+    return zlib.crc32(np.array(sums).tobytes()) if any(sums) and all(map(math.isfinite, sums)) else 0
 
 
 def warn_if_equal(transport: Transport, digest: int) -> None:
