@@ -28,7 +28,6 @@ CHECK_BYTES = 4  # of the checksum that precedes them, of these fields and the n
 HEADER_BYTES = CHECK_BYTES + FIELDS.size
 SILENT_SECONDS = 60.0  # after which a host that acknowledges nothing counts as lost
 TCP_INFO = struct.Struct("<2x2B52xI") if sys.platform.startswith("linux") else None
-LOW_WATER = 1 << 18  # bytes that arrive before a receiver is woken, where as many are missing: waking takes time
 SCRATCH = memoryview(bytearray(1 << 16))  # for messages that are discarded
 TORN = "an exception came between a system call and the count of its bytes"
 
@@ -109,7 +108,6 @@ class Connection:
         self._transport = transport
         self._header = bytearray(HEADER_BYTES)
         self._have = 0  # bytes of the next header that have arrived
-        self._low_water = 1
         self._sent = self._received = 0  # messages
         self._torn_out = self._torn_in = False  # whether bytes may have been sent, or received, that are not counted
         socket.setblocking(False)
@@ -224,17 +222,8 @@ class Connection:
             message.arrived(count)
             self._torn_in = False
             if count < min(len(rest), self._transport.chunk):
-                self._wake_after(message.missing)
                 return False
-        self._wake_after(1)
         return True
-
-    def _wake_after(self, missing: int) -> None:
-        """Let the kernel call the socket readable when so many bytes have arrived, or LOW_WATER, or it was closed."""
-        wanted = min(missing, LOW_WATER) if max(missing, self._low_water) >= LOW_WATER else 1
-        if wanted != self._low_water:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-            self._low_water = wanted
 
     def _announced(self, into: Buffer | None, admit: Callable[[int, int], None] | None) -> IncomingMessage:
         """Return memory for the message that the header announces."""
