@@ -3,9 +3,9 @@
     python perf/testbed.py run --hosts 4 --rate 1gbit -- python perf/allreduce.py
 
 A token bucket at both ends of each link limits the rate in each direction. With `--delay`, the links end in a process
-(tun devices) that lets each packet wait, also where the kernel has no netem. MPICH starts one or more
-processes per host and uses TCP between all of them. The hosts share processors and memory; a rank's kernels use as many
-threads as there are processors for each rank (SPARSECOLL_THREADS). Each host has a name of its own, as nodes have.
+(tun devices) that lets each packet wait, also where the kernel has no netem. MPICH starts one process per host and uses
+TCP between all of them. The hosts share processors and memory; a rank's kernels use as many threads as there are
+processors for each rank (SPARSECOLL_THREADS). Each host has a name of its own, as nodes have.
 
 Needs Linux, root, iproute2 (ip, tc), util-linux (unshare) and MPICH. `up` makes hosts that stay until `down`.
 """
@@ -112,22 +112,11 @@ class Testbed:
 
     def _switched(self):
         """Connect the hosts by a switch; the process ends with the last of its devices."""
-        bits = (
-            float(re.match(r"[0-9.]+", self.rate)[0])
-            * {"k": 1e3, "m": 1e6, "g": 1e9}[self.rate.lstrip("0123456789.")[0]]
-        )
-        command = [
-            sys.executable,
-            __file__,
-            "switch",
-            "--hosts",
-            self.hosts,
-            "--delay",
-            self.delay,
-            "--rate",
-            int(bits),
-        ]
-        switch = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, start_new_session=True, text=True)
+        number, unit = re.match(r"([0-9.]+)([kmg])", self.rate).groups()
+        bits = int(float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit])
+        given = f"--hosts {self.hosts} --delay {self.delay} --rate {bits}".split()
+        command = [sys.executable, __file__, "switch", *given]
+        switch = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True)
         if switch.stdout.readline() != "ready\n":
             raise TestbedError("testbed: expected tun devices (/dev/net/tun)")
 
@@ -218,7 +207,7 @@ def link_bytes():
     return [LinkBytes(own["tx"]["bytes"], own["rx"]["bytes"]) for own in counts]
 
 
-def command_line(command, launcher, per_host=1):
+def command_line(command, launcher):
     """Return the mpirun command line that starts `command` on the hosts that are up."""
     mpirun = Path(sys.executable).parent / "mpirun"
     found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
@@ -230,22 +219,22 @@ def command_line(command, launcher, per_host=1):
     hosts = hosts_up()
     if not hosts:
         raise TestbedError("testbed: expected one that is up (python perf/testbed.py up)")
-    threads_each = max(1, threads.cores() // len(hosts) // per_host)
+    threads_each = max(1, threads.cores() // len(hosts))
     settings = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
     settings[threads.VARIABLE] = os.environ.get(threads.VARIABLE) or str(threads_each)
     start = [found, "-iface", BRIDGE, "-launcher", "ssh", "-launcher-exec", str(launcher)]
-    start += ["-hosts", ",".join(f"{SUBNET}.{host}" for host in hosts), "-ppn", str(per_host)]
+    start += ["-hosts", ",".join(f"{SUBNET}.{host}" for host in hosts), "-ppn", "1"]
     start += [word for name, value in settings.items() for word in ("-genv", name, value)]
-    return [*start, "-n", str(per_host * len(hosts)), *command]
+    return [*start, "-n", str(len(hosts)), *command]
 
 
-def run(command, per_host=1, timeout=None, capture=False):
+def run(command, timeout=None, capture=False):
     """Run an MPI program on the hosts that are up; `capture`: return stdout and stderr instead of passing them on."""
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder:
         launcher = Path(folder, "launcher")
         launcher.write_text(LAUNCHER.format(bridge=BRIDGE))
         launcher.chmod(0o755)
-        line = command_line(command, launcher, per_host)
+        line = command_line(command, launcher)
         return subprocess.run(line, timeout=timeout, capture_output=capture, text=True, stdin=subprocess.DEVNULL)
 
 
@@ -256,7 +245,6 @@ def main():
     parser.add_argument("--hosts", type=int, help="default 4")
     parser.add_argument("--rate", help="of every link, as tc writes it; default 1gbit")
     parser.add_argument("--delay", type=float, help="milliseconds from one host to another; default 0")
-    parser.add_argument("--per-host", type=int, default=1, help="processes a host")
     parser.add_argument("--timeout", type=float, help="seconds")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, command = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]  # after it: an MPI program, for `run`
@@ -272,7 +260,7 @@ def main():
         if wanted and hosts_up():
             raise TestbedError(f"testbed: expected none that is up with --{next(iter(wanted))} (testbed.py down first)")
         with contextlib.nullcontext() if hosts_up() else Testbed(**wanted):
-            return run(command, options.per_host, options.timeout).returncode
+            return run(command, options.timeout).returncode
     except TestbedError as error:
         parser.exit(2, f"{error}\n")
 
