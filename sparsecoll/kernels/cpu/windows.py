@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, array_at, emit_block, jit, prefetch
+from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, array_at, emit_block, jit
 from sparsecoll.kernels.cpu.sums import add_below, addresses
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 
 WINDOW = 1 << 16  # indices summed at a time: 256 KiB of float32
-AHEAD = 256  # entries of each vector that are loaded before the next window needs them, at most
-LINE = 8  # entries of 8 bytes in a line of a cache
 DENSE_FROM = 60 if VECTORS else 25  # a step of merging costs as much as DENSE_FROM / (bytes of an entry) coordinates
 
 
@@ -43,9 +41,6 @@ def _sum_windows(index_at, value_at, sizes, starts, sums, bits, out_indices, out
         for p in range(sizes.size):
             indices, values = array_at(index_at[p], sizes[p], out_indices), array_at(value_at[p], sizes[p], sums)
             stop = add_below(indices, values, starts[p], base, base + np.uint64(WINDOW), sums)
-            for ahead in range(stop, min(stop + min(stop - starts[p], AHEAD), sizes[p]), LINE):  # by so many streams of
-                prefetch(indices, ahead)  # data the processor is not warned
-                prefetch(values, ahead)
             if stop > starts[p]:
                 last = max(last, np.uint64(indices[stop - 1]) - base)
             starts[p] = stop
