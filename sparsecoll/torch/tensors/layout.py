@@ -134,9 +134,6 @@ def device_of(tensor: torch.Tensor) -> CpuDevice:
     raise TypeError(f"params: expected tensors on the CPU or a CUDA device, got one on {tensor.device}")
 
 
-TINY = 25  # a bucket below this part of `bucket_bytes`, 1 MiB of 25 as the first one of DDP, waits for more
-
-
 def residual_dtype(dtype: torch.dtype) -> Any:
     """Return the dtype in which gradients of a parameter accumulate.
 
@@ -300,9 +297,7 @@ def cut(
 ) -> list[Layout]:
     """Lay parameters out in buckets, each of one dtype on one device; buckets are in the order in which they fill.
 
-    A parameter that does not fit into the open bucket closes it and opens the next one. If the open bucket has little
-    in it (below `bucket_bytes` / TINY), it waits for later parameters instead, and that parameter gets a bucket of its
-    own: every bucket has its messages, whatever its size, and a parameter alone in its bucket is not copied.
+    A parameter that does not fit into the open bucket closes it and opens the next one.
 
     Args:
         params: by name.
@@ -321,7 +316,7 @@ def cut(
         key = (last[name][0], dtype, device, parts.get(name))
         size = params[name].numel() * dtype.itemsize
         full = bucket_bytes is not None and key in open_ and sizes[key] + size > bucket_bytes
-        if name in rows or (full and sizes[key] * TINY < (bucket_bytes or 0)):
+        if name in rows:
             groups.append([name])
             continue
         if full or key not in open_:
