@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsecoll.bench.timing import Row
-from sparsecoll.cli.style import STYLES, axes_of, draw, save, spread
+from sparsecoll.cli.style import STYLES, axes_of, draw, save
 from sparsecoll.telemetry.trace import KINDS
 
 PARTS = (*KINDS, "other")
@@ -106,7 +106,7 @@ def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = ""
             f"--algo: expected at most {len(STYLES)} lines in a figure, got {len(series)}: choose among {known}"
         )
     figure, axes = axes_of()
-    names = draw(axes, series)
+    draw(axes, series)
     axes.set_xscale("log", base=2 if x == "P" else 10)
     axes.set_yscale("log")
     _number_ticks(axes.yaxis)
@@ -115,7 +115,6 @@ def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = ""
     axes.set_xlabel({"P": "ranks", "density": "density k / n"}.get(x, x))
     axes.set_ylabel(AXES.get(y, y))
     axes.set_title(title, fontsize="medium", loc="left")
-    spread(axes, names)
     save(figure, path)
 
 
