@@ -37,10 +37,7 @@ Keyed = tuple[SparseVector, ToMapping]
 
 
 def to_vector(
-    call: CollectiveCall,
-    x: Any,
-    options: CallOptions,
-    at_once: dict[str, Any] | None = None,
+    call: CollectiveCall, x: Any, options: CallOptions, at_once: dict[str, Any] | None = None
 ) -> tuple[SparseVector, ToMapping, bool]:
     """Return a type with keys as a vector, of the same length, dtype and keys on all ranks; collective.
 

@@ -27,11 +27,7 @@ from sparsecoll.formats.codes import Codes as Codes
 from sparsecoll.formats.coo import CooFormat as CooFormat
 from sparsecoll.formats.dense import DenseFormat as DenseFormat
 from sparsecoll.formats.densestream import DenseStreamFormat as DenseStreamFormat
-from sparsecoll.formats.packed import (
-    EXPONENTS,
-    PackedCodesFormat as PackedCodesFormat,
-    PackedFormat as PackedFormat,
-)
+from sparsecoll.formats.packed import EXPONENTS, PackedCodesFormat as PackedCodesFormat, PackedFormat as PackedFormat
 from sparsecoll.formats.slots import SlotsFormat as SlotsFormat
 from sparsecoll.kernels import AHEAD
 from sparsecoll.kernels.memory import data_ptr, to_host

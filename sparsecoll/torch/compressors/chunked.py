@@ -134,10 +134,7 @@ class ChunkedTopK(ErrorFeedback):
         blocks = np.flatnonzero((place - np.maximum.accumulate(np.where(begins, place, 0))) % SHARED == 0)
         own = edges - edges[0]
         return Region(
-            int(edges[0]),
-            int(edges[-1]),
-            Chunks(own, np.append(blocks, place.size), self._counts(edges)),
-            own[blocks],
+            int(edges[0]), int(edges[-1]), Chunks(own, np.append(blocks, place.size), self._counts(edges)), own[blocks]
         )
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> Any:

@@ -12,19 +12,11 @@ from sparsecoll.errors import check_choice
 from sparsecoll.torch.compressors import QSGD, ChunkedTopK, Compressor
 from sparsecoll.torch.optimizers.local import LocalOptimizer
 
-NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
+NESTEROV, STREAM = {"outer_lr": 0.7, "outer_momentum": 0.9}, {"fragments": 4, "delay": 5, "alpha": 0.5}
 
 PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "diloco": lambda: {"every": 30, "compressor": "none", **NESTEROV},
-    "streaming": lambda: {
-        "every": 100,
-        "compressor": QSGD(4, feedback=True),
-        "fragments": 4,
-        "delay": 5,
-        "alpha": 0.5,
-        **NESTEROV,
-        "outer_lr": 0.4,
-    },
+    "streaming": lambda: {"every": 100, "compressor": QSGD(4, feedback=True), **STREAM, **NESTEROV, "outer_lr": 0.4},
     "sparseloco": lambda: {"every": 30, "compressor": ChunkedTopK(decay=0.95), "outer_lr": 0.4},
     "muloco": lambda: {"every": 30, "compressor": QSGD(2, feedback=True), "outer_lr": 0.7, "outer_momentum": 0.5},
 }

@@ -253,10 +253,7 @@ class LocalOptimizer(Wrapper):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Context manager that allows different numbers of steps on the ranks; collective.
-
-            with optimizer.join():
-                for batch in loader: ...
+        """Context manager around a loop that allows different numbers of steps on the ranks; collective.
 
         A rank that leaves the block early takes part in the others' means, first with its changes since the last one,
         then with zeros; means are always divided by the number of all ranks. When all have left, a last mean is taken.

@@ -317,9 +317,6 @@ class OneBitAdam(Wrapper):
     def join(self) -> Iterator[None]:
         """Context manager that allows different numbers of steps on the ranks; collective.
 
-            with optimizer.join():
-                for batch in loader: ...
-
         See `LocalOptimizer.join` and, after the warm-up, `DistributedOptimizer.join`.
         """
         with self._engine.replica.reporting():

@@ -24,7 +24,7 @@ from sparsecoll.torch.reduction.hooks import (
     take_over,
 )
 from sparsecoll.torch.reduction.reducer import Reducer
-from sparsecoll.torch.reduction.state import STATE, of_gradients, renamed_state
+from sparsecoll.torch.reduction.state import STATE, part_of, renamed_state
 from sparsecoll.torch.reduction.steps import State
 from sparsecoll.torch.replica.calls import NO_OUTCOME, Options, agreeing, mean_of_loss
 from sparsecoll.torch.replica.guards import (
@@ -377,7 +377,7 @@ class Engine(Reducer):
         if self.members.changed():
             self.discard()
             self.regroup()
-        self.buckets.load_state_dict(lambda: of_gradients(state), load)
+        self.buckets.load_state_dict(lambda: part_of(state, local=False), load)
         self.replica.call("load_state_dict", self._compare_states)
         self.means.clear()
         self._end()

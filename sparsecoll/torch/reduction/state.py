@@ -18,10 +18,6 @@ from sparsecoll.transport import Transport
 
 STATE = "sparsecoll"  # key of the library's own part of a state_dict, which has at least these keys
 LOCAL, MOVED = "sparsecoll_local", ("shared", "own")  # key of LocalOptimizer's, and of tensors in it
-OTHER_RESIDUALS = (
-    "state_dict: expected residuals of {}, got those of {}: to go on with the state of the wrapped optimizer alone,"
-    " load it without the keys that begin with 'sparsecoll'"
-)
 KEYS = frozenset({"rank", "size", "compressor", "replicated", "step", "order", "tensors", "buckets"})
 UNNAMED = ": pass the model to HookState, both where the state is saved and where it is loaded"
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -255,10 +251,13 @@ def local_parts(value: Any) -> Any:
     return own_part(value) if torch.is_tensor(value) else value
 
 
-def of_gradients(state: Mapping[str, Any]) -> Any:
-    """Return the library's part of a state, if any, after a check that its residuals are of gradients."""
-    if LOCAL in state:
-        raise ValueError(OTHER_RESIDUALS.format("an optimizer that sums gradients", "LocalOptimizer"))
+def part_of(state: Mapping[str, Any], local: bool) -> Any:
+    """Return the library's part of a state, if any: with residuals of changes if `local`, otherwise of gradients."""
+    if STATE in state and (LOCAL in state) is not local:
+        raise ValueError(
+            f"state_dict: expected residuals of {('gradients', 'changes')[local]}, got those of"
+            f" {('changes', 'gradients')[local]}: without the keys that begin with 'sparsecoll' it can be loaded"
+        )
     return state.get(STATE)
 
 
@@ -266,8 +265,7 @@ def local_of(state: Mapping[str, Any], params: Mapping[str, torch.Tensor], shard
     """Return the part of a state that is LocalOptimizer's, after a check; that of a plain optimizer has none."""
     own = state.get(LOCAL)
     if own is None:
-        if STATE in state:
-            raise ValueError(OTHER_RESIDUALS.format("LocalOptimizer", "another optimizer"))
+        part_of(state, local=True)
         return {}
     missing = {"steps", "outer", "shard", *MOVED}.difference(own) | {STATE}.difference(state)
     if missing:

@@ -19,15 +19,7 @@ from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_t
 from sparsecoll.torch.replica.calls import JOINED, MEMBERS, REPLACED, SUSPECT, Options, Outcome, Row, agreed, collective
 from sparsecoll.torch.replica.guards import refuse_renormalized, warn_if_equal
 from sparsecoll.torch.tensors.layout import device_of, residual_dtype
-from sparsecoll.torch.tensors.model import (
-    Buffers,
-    Named,
-    bits_of,
-    check_buffers,
-    check_whole,
-    describe,
-    sparse_weights,
-)
+from sparsecoll.torch.tensors.model import Buffers, Named, bits_of, check_buffers, check_whole, describe, sparse_weights
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import allgather, barrier
 from sparsecoll.transport.call import CollectiveCall
