@@ -42,10 +42,11 @@ def check_flag(argument: str, value: object) -> None:
         raise TypeError(f"{argument}: expected True or False, got {value!r}")
 
 
-def check_integer(argument: str, value: object, least: int | None = None, most: int | None = None) -> None:
-    """Raise unless the value of an argument is an integer, also of NumPy, of at least `least` and at most `most`."""
+def check_integer(argument: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """Return the value of an argument, an integer, also of NumPy, of at least `least` and at most `most`, or raise."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{argument}: expected an integer, got {value!r}")
     if (least is not None and value < least) or (most is not None and value > most):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{argument}: expected {expected}, got {value}")
+    return int(value)

@@ -275,7 +275,7 @@ class LazyAccumulator(DenseVector):
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
         """Add scale * gradient in the next pass over memory."""
         array, given = type(self._array), type(gradient)
-        if not issubclass(given, array):
+        if not issubclass(given, array) or issubclass(given, np.ma.MaskedArray):
             raise TypeError(f"gradient: expected a {array.__module__}.ndarray, got {given.__module__}.{given.__name__}")
         if gradient.shape != self._array.shape:
             raise ValueError(f"gradient: expected shape {self._array.shape}, got {gradient.shape}")

@@ -172,7 +172,8 @@ def measure(
     transport = as_transport(comm)
     if not transport.virtual:
         host_kernels()  # Numba starts now, not in the calls that are timed
-    _reset_peak_memory()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, on Linux
     before, times, kinds = _memory("VmRSS"), [], []
     run = run or runner(comm, call)
     for _ in range(warm):
@@ -238,12 +239,6 @@ def runner(comm: Any, call: Call) -> Run:
         return moved.bytes_sent, moved.bytes_received, moved.messages_sent, getattr(value, "nnz", vector.size)
 
     return sparse
-
-
-def _reset_peak_memory() -> None:
-    """Reset VmHWM, the peak of resident memory (Linux)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _memory(which: str) -> int:

@@ -143,7 +143,7 @@ def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
     """A 1-D array of `size` uninitialised items, on the GPU if the array `like` is there."""
     if like is not None and on_gpu(like):
         return _gpu().empty(size, dtype)  # type: ignore[no-any-return]
-    dtype = np.dtype(dtype)
+    size, dtype = int(size), np.dtype(dtype)
     nbytes = size * dtype.itemsize
     if nbytes < SMALLEST:
         return np.empty(size, dtype)

@@ -43,7 +43,7 @@ class SampledThreshold(Selector):
             )
 
     def select(self, x: Vector, k: int) -> SparseVector:
-        check_integer("k", k, 0)
+        k = check_integer("k", k, 0)
         if x.nnz <= k or k == 0:
             return checked(x.topk(k))
         stride = stride_for(x.nnz, min(max(self.LEAST, round(self.share * x.nnz)), x.nnz))

@@ -34,7 +34,7 @@ class GaussianK(Selector):
     adjustments: int = 4
 
     def select(self, x: Vector, k: int) -> SparseVector:
-        check_integer("k", k, 0)
+        k = check_integer("k", k, 0)
         if x.nnz <= k or k == 0:
             return checked(x.topk(k))
         stats = MagnitudeStats(x, 2 * k)

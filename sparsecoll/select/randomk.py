@@ -43,7 +43,7 @@ class RandomK(Selector):
         check_integer("seed", self.seed)
 
     def select(self, x: Vector, k: int) -> SparseVector:
-        check_integer("k", k, 0)
+        k = check_integer("k", k, 0)
         key = mix(self.seed, self._calls)
         self._calls += 1
         return check_order(x.random_entries(k, key))

@@ -90,7 +90,7 @@ class ThresholdReuse(Selector):
 
     def select(self, x: Vector, k: int, exact: bool = False) -> SparseVector:
         """Select about k entries of x (at most (1 + tolerance) k); exactly k, if x has as many, if `exact` or due."""
-        check_integer("k", k, 0)
+        k = check_integer("k", k, 0)
         if x.nnz <= k or k == 0:
             return checked(x.topk(k))
         chosen: SparseVector | None = None

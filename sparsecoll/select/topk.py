@@ -27,7 +27,7 @@ def topk(x: Any, k: int) -> SparseVector:
     >>> topk(np.array([1.0, -3.0, 2.0, 3.0]), 2).indices
     array([1, 3], dtype=uint32)
     """
-    check_integer("k", k, 0)
+    k = check_integer("k", k, 0)
     return x.topk(k) if isinstance(x, RowSparse) else checked(as_vector(x).topk(k))  # type: ignore[return-value]
 
 

@@ -158,7 +158,7 @@ class DenseVector(Values):
 
     def topk(self, k: int) -> SparseVector:
         """Return the k entries of largest magnitude, ties by lower index."""
-        check_integer("k", k, 0)
+        k = check_integer("k", k, 0)
         return self._select(self._kernels.topk, min(k, self.length))
 
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:

@@ -61,7 +61,8 @@ class Entries(Values):
             length: number of coordinates, at most 2^63 - 1.
             dtype: NumPy dtype of the values, or its name.
         """
-        return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
+        values = np.empty(0, np.dtype(dtype).newbyteorder("="))
+        return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), values, length)
 
     @classmethod
     def from_dense(cls, array: Any) -> Self:
@@ -196,7 +197,7 @@ class Entries(Values):
 
     def astype(self, dtype: Any) -> Self:
         """Return the entries as `dtype`, as NumPy casts them; where real floats become narrower ones, finite values
-        beyond their range become the largest finite one.
+        beyond their range become the largest finite one. What stays the same shares memory with this vector.
         """
         return self.with_values(saturating_cast(self.values, np.dtype(dtype)))
 
@@ -241,7 +242,7 @@ class Entries(Values):
     def __len__(self) -> int:
         return self.length
 
-    __iter__ = None  # a loop over `length` coordinates is never meant
+    __iter__ = __reversed__ = None  # a loop over `length` coordinates is never meant
 
     def __bool__(self) -> bool:
         raise ValueError(f"The truth value of a {type(self).__name__} is ambiguous: use x.nnz or len(x).")

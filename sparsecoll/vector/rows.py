@@ -72,7 +72,8 @@ class RowSparse(Arithmetic):
     @classmethod
     def empty(cls, n: int, d: int, dtype: Any) -> Self:  # type: ignore[override]
         """Return a table of shape (n, d) without stored rows, in host memory."""
-        return cls.from_sorted_unchecked(np.empty(0, index_dtype(n)), np.empty((0, d), dtype), n)
+        values = np.empty((0, d), np.dtype(dtype).newbyteorder("="))
+        return cls.from_sorted_unchecked(np.empty(0, index_dtype(n)), values, n)
 
     @classmethod
     def from_pairs(cls, rows: Any, values: Any, n: int, op: str | None = "sum") -> Self:
@@ -186,7 +187,7 @@ class RowSparse(Arithmetic):
 
     def topk(self, k: int) -> Self:
         """Return the k stored rows of largest Euclidean norm, ties by lower row; the rows themselves if nnz <= k."""
-        check_integer("k", k, 0)
+        k = check_integer("k", k, 0)
         if k >= self.nnz:
             return self
         squares = _squares(self.values)

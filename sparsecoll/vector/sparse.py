@@ -140,7 +140,7 @@ class SparseVector(Arithmetic):
 
     def topk(self, k: int) -> SparseVector:
         """Return the k entries of largest magnitude, ties by lower index; the vector itself if nnz <= k."""
-        check_integer("k", k, 0)
+        k = check_integer("k", k, 0)
         if k >= self.nnz:
             return self
         return self._of(self._kernels.topk(self.values, k, indices=self.indices))

@@ -54,8 +54,8 @@ class Values:
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which values are summed: float32 for float16 and bfloat16, else `dtype` itself."""
-    return np.dtype(np.float32) if dtype.itemsize == 2 and is_float(dtype) else dtype
+    """Return the dtype in which values are summed: float32 for float16 and bfloat16, else `dtype`, native."""
+    return np.dtype(np.float32) if dtype.itemsize == 2 and is_float(dtype) else dtype.newbyteorder("=")
 
 
 def common_dtype(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
@@ -219,7 +219,8 @@ def not_zero(values: Any) -> Any:
 
 
 def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `values` as `dtype`; real floats beyond the range of a narrower one become its largest, not infinity."""
+    """Return `values` as native `dtype`; real floats beyond the range of a narrower one become its largest."""
+    dtype = dtype.newbyteorder("=")
     if values.dtype == dtype:
         return values
     check_value_dtype(dtype)

@@ -196,6 +196,16 @@ def test_intercommunicators_and_other_objects_are_refused(mpi):
         sparsecoll.allreduce(mpi.COMM_NULL, SparseVector([0], np.ones(1), 4))
 
 
+def test_an_mpi_that_cannot_shrink_leaves_the_communicator_as_it_was(comm, mpi):
+    """Not even a rank that is alone may wait for ever, or find its communicator out of use."""
+    dup = comm.Dup()
+    assert sparsecoll.allreduce(dup, {0: 1}) == {0: comm.size}
+    with pytest.raises(CommunicationError, match="start the job by mpirun --with-ft ulfm"):
+        sparsecoll.shrink(dup)
+    assert sparsecoll.allreduce(dup, {0: 1}) == {0: comm.size}
+    dup.Free()
+
+
 def test_a_rank_that_waits_leaves_its_core_to_others(comm):
     """Processor time in waits of 0.3 s, the median of three; MPI is polled, sockets sleep."""
     transport, used = as_transport(comm), []

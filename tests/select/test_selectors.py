@@ -184,6 +184,25 @@ def test_a_tensor_is_refused_as_a_gradient():
         Residual(6).compensate(torch.ones(6))
 
 
+def test_a_masked_gradient_is_refused():
+    with pytest.raises(TypeError, match=r"gradient: expected a numpy.ndarray, got numpy.ma"):
+        Residual(4).compensate(np.ma.array(np.ones(4, np.float32), mask=[1, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint16, np.int64])
+def test_integers_of_numpy_are_counts_of_any_vector(kind):
+    """They neither overflow nor lack a method of Python's."""
+    x, k = heavy(200_000), kind(min(60_000, np.iinfo(kind).max))
+    few = SparseVector.from_dense(np.where(np.arange(x.size) % 2, x, 0))
+    for select_k in (lambda k: select.topk(x, k), few.topk, DenseVector(x).topk):
+        assert select_k(k) == select_k(int(k))
+    for name in ALL:
+        chosen = [SELECTORS[name]().select(DenseVector(x), one) for one in (k, int(k))]
+        assert chosen[0] == chosen[1]
+    length = kind(min(x.size, np.iinfo(kind).max))
+    assert Residual(length).array.size == length and SparseVector.empty(length, np.float32).to_dense().size == length
+
+
 def test_an_addition_that_fails_is_not_repeated(monkeypatch):
     residual = Residual(6)
 

@@ -117,6 +117,13 @@ def test_values_of_the_other_byte_order_are_converted():
     assert SparseVector(np.array([1, 4], ">i8"), X.values, 6) == X
     dense = np.array([[1, 2]], ">i4")
     assert as_vector(dense).values.tolist() == [1, 2] and as_vector(dense).dtype == np.int32
+    rows = RowSparse([1], np.ones((1, 2)), 3)
+    for dtype in (">f8", ">f4", ">f2", ">i4", ">c16", np.float32):
+        own = np.dtype(dtype).newbyteorder("=")
+        for x in (X.astype(dtype), as_vector(np.ones(3)).astype(dtype), rows.astype(dtype)):
+            assert x.dtype == own and x.dtype.isnative and x.topk(1).nnz == 1
+        assert SparseVector.empty(3, dtype).dtype.isnative and RowSparse.empty(3, 2, dtype).dtype.isnative
+        assert SparseVector.merge([X, X], np.dtype(dtype)).astype(np.complex128) == 2 * X.astype(complex)
 
 
 def test_what_an_array_has():
@@ -125,7 +132,7 @@ def test_what_an_array_has():
     long = SparseVector.from_dense(np.arange(1, 100))
     assert repr(long).endswith("entries={0: 1, 1: 2, 2: 3, 3: 4, ...})")
     assert repr(SparseVector.empty(3, np.float32)).endswith("entries={})")
-    for wrong in (bool, iter, list, hash):
+    for wrong in (bool, iter, reversed, list, hash):
         with pytest.raises((TypeError, ValueError)):
             wrong(X)
     assert len(SparseVector.empty(2**63 - 1, np.float32)) == 2**63 - 1

@@ -313,10 +313,7 @@ class SparseSGD(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Context manager that allows different numbers of batches on the ranks; collective.
-
-            with optimizer.join():
-                for batch in loader: ...
+        """Context manager around a loop that allows different numbers of batches on the ranks; collective.
 
         A rank that leaves the block early contributes values from its residual to the others' steps. When all have
         left, parameters, buffers and optimizer state are those of the rank that took the most steps. Means are always

@@ -75,11 +75,6 @@ class Means(Window):
         """The number of the next mean; the progress thread sets the replica's."""
         return self._number if self._under_way else self.replica.context.step
 
-    @property
-    def _streams(self) -> bool:
-        """Whether a mean may be of some parameters, or be taken later than it begins."""
-        return self._pace.fragments > 1 or self._pace.delay > 0
-
     def is_due(self) -> bool:
         """Return whether a mean begins or is taken after the next step."""
         return self._may_take(self._taken + 1) or self.steps + 1 >= self._pace.steps_before(self._next)

@@ -60,6 +60,7 @@ class Window(Owner):
         self._refused: Exception | None = None  # what the next mean raises
         self._under_way: list[Mean] = []
         self._optimizer, self._outer, self._names, self._pace, self._device = optimizer, outer, names, pace, device
+        self._streams = pace.fragments > 1 or pace.delay > 0  # means of some parameters, or taken later
         self.members = Members(optimizer, self._params, names)
         self.replica = Replica(transport, None, options)
         self.replica.buffers, self.replica.changed = Buffers(model), self.members.changed

@@ -20,6 +20,7 @@ _keyval_lock = threading.Lock()
 _keyval: list[int] = []
 _serial = [0]  # the greatest one of this process's transports
 _process = os.getpid()  # one that was forked from it must call nothing of MPI
+NO_ULFM = "shrink: this MPI has no ULFM, or it is off: with Open MPI, start the job by mpirun --with-ft ulfm"
 
 
 def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTransport:
@@ -107,12 +108,18 @@ def _leave(*_: object) -> None:
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     """See `sparsecoll.shrink`."""
     transport = mpi_transport(comm)
-    transport.broken = transport.broken or "it was shrunk"
+    before, off = transport.broken, os.environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("0", "false")  # noqa: SIM112
+    if off and MPI.Get_library_version().startswith("Open MPI"):  # whose Shrink() would wait for ever
+        raise CommunicationError(NO_ULFM)
+    transport.broken = before or "it was shrunk"
     try:
         for revoked in (transport.comm, comm):
             revoked.Revoke()
         return cast(MPI.Intracomm, comm.Shrink())
-    except (NotImplementedError, MPI.Exception) as error:
+    except NotImplementedError as error:
+        transport.broken = before
+        raise CommunicationError(NO_ULFM) from error
+    except MPI.Exception as error:
         raise CommunicationError(f"shrink: this MPI cannot continue without lost ranks: {error}") from error
 
 
