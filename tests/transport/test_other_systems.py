@@ -40,6 +40,7 @@ import sparsecoll
 from sparsecoll.bench import timing
 from sparsecoll.cli import doctor
 from sparsecoll.kernels import threads
+from sparsecoll.transport import LocalTransport
 
 def program(transport):
     x = sparsecoll.SparseVector([transport.rank, 9], np.array([1.0, 2.0]), 10)
@@ -52,7 +53,9 @@ def program(transport):
 sums = socket_ranks.run(3, program, timeout=60)
 assert sums == [[1, 1, 1, 0, 0, 0, 0, 0, 0, 6]] * 3, sums
 assert threads.cores() >= 1
-timing._reset_peak_memory()
+own = LocalTransport()
+row = timing.measure(own, timing.Call("dense", 1.0), lambda: np.ones(10), repeat=1)
+assert row["n"] == 10, row
 print(timing._memory("VmRSS"), timing.about()["machine"])
 print(*(finding.subject for finding in doctor.examine(None)))
 """
