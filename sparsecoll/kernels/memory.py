@@ -140,10 +140,10 @@ def _gpu() -> Any:
 
 
 def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
-    """A 1-D array of `size` uninitialised items, on the GPU if the array `like` is there."""
+    """A 1-D array of `size` uninitialised items of a native dtype, on the GPU if the array `like` is there."""
     if like is not None and on_gpu(like):
         return _gpu().empty(size, dtype)  # type: ignore[no-any-return]
-    size, dtype = int(size), np.dtype(dtype)
+    size, dtype = int(size), np.dtype(dtype).newbyteorder("=")
     nbytes = size * dtype.itemsize
     if nbytes < SMALLEST:
         return np.empty(size, dtype)

@@ -26,7 +26,7 @@ def count(shape: tuple[int, ...]) -> int:
 
 
 def native(indices: Any) -> Any:
-    """Return integers in the machine's byte order, themselves if they are."""
+    """Return an array in the machine's byte order, itself if it is."""
     return indices if indices.dtype.isnative else indices.astype(indices.dtype.newbyteorder("="))
 
 

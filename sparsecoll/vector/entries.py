@@ -14,6 +14,7 @@ from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, to_host
 from sparsecoll.telemetry.trace import listening, span
+from sparsecoll.vector.coordinates import native
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import combined, sorted_order
 from sparsecoll.vector.values import (
@@ -61,8 +62,7 @@ class Entries(Values):
             length: number of coordinates, at most 2^63 - 1.
             dtype: NumPy dtype of the values, or its name.
         """
-        values = np.empty(0, np.dtype(dtype).newbyteorder("="))
-        return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), values, length)
+        return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), empty(0, dtype), length)
 
     @classmethod
     def from_dense(cls, array: Any) -> Self:
@@ -207,7 +207,7 @@ class Entries(Values):
 
     def with_values(self, values: NDArray[Any]) -> Self:
         """Return a vector of other values at the same indices."""
-        return self.from_sorted_unchecked(self.indices, values, self.length)
+        return self.from_sorted_unchecked(self.indices, native(values), self.length)
 
     # Parts
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sparsecoll import RowSparse, SparseVector, as_vector
+from sparsecoll import DenseVector, RowSparse, SparseVector, as_vector
 from sparsecoll.vector import VALUE_DTYPES
 from sparsecoll.vector.values import common_dtype
 
@@ -123,6 +123,7 @@ def test_values_of_the_other_byte_order_are_converted():
         for x in (X.astype(dtype), as_vector(np.ones(3)).astype(dtype), rows.astype(dtype)):
             assert x.dtype == own and x.dtype.isnative and x.topk(1).nnz == 1
         assert SparseVector.empty(3, dtype).dtype.isnative and RowSparse.empty(3, 2, dtype).dtype.isnative
+        assert DenseVector.zeros(3, dtype, X).dtype == X.with_values(np.ones(2, dtype)).dtype == own
         assert SparseVector.merge([X, X], np.dtype(dtype)).astype(np.complex128) == 2 * X.astype(complex)
 
 
