@@ -74,13 +74,14 @@ DILOCO = {f"DiLoCo, {preset}": {"preset": preset} for preset in ("diloco", "spar
     "DiLoCo, sparseloco, outer rate 1": {"preset": "sparseloco", "outer_lr": 1.0},
     "SparseLoCo as published": {"preset": "sparseloco", "compressor": SparseLoCo()},
 }
-RATE = re.compile(r"(.*?)(?:, (twice|\d+ times) the rate)?")  # of any line
+RATE = re.compile(r"(.*?)(?:, (twice|\d+(?:\.\d)? times) the rate)?")  # of any line
 MEANS = re.compile(r"Muon(?: 0\.\d+)?, every (\d+), (\d) bits(, outer momentum)?")
 SAVED = "Muon 0.9, every 4, 2 bits, outer momentum, 8 times the rate"
 TUNED = [
-    *(f"{ONE_BIT}, {rate} the rate" for rate in ("twice", "3 times")),
+    *(f"{ONE_BIT}, {rate} the rate" for rate in ("twice", "2.5 times", "3 times")),
     "qsgd 4 bits, twice the rate",
     "dense, twice the rate",
+    "dense, 2.5 times the rate",
     "dense, 3 times the rate",
     "dense, 4 times the rate",
 ]
@@ -137,7 +138,7 @@ def of_diloco(line):
 def optimizers(task, line, model, comm, steps):
     """Return the optimizer of a line, without and with its wrapper."""
     line, rate = RATE.fullmatch(line).groups()
-    rate = task.lr * (1 if rate is None else 2 if rate == "twice" else int(rate.split()[0]))
+    rate = task.lr * (1 if rate is None else 2 if rate == "twice" else float(rate.split()[0]))
     momentum = SHORTER.get(line, MOMENTUM)
     lr = task.lr * (1 - momentum) / (1 - MOMENTUM)
     if line in SPARSE:
