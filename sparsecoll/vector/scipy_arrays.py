@@ -20,9 +20,12 @@ def scipy_entries(x: Any) -> tuple[NDArray[Any], NDArray[Any], int]:
     """Return ascending flat indices, values and length of a SciPy sparse array or matrix; duplicates are summed.
 
     Raises:
+        TypeError: x is something else.
         ValueError: The arrays of x are not those of a matrix of its shape. SciPy's own code, which is compiled, would
             read and write outside of them.
     """
+    if not hasattr(x, "format"):
+        raise TypeError(f"x: expected a SciPy sparse array or matrix, got {type(x).__name__}")
     length, form = count(x.shape), x.format
     if form in BY_ROWS and not is_tall(form, x.shape, x.nnz):
         shape = (*(1,) * (2 - x.ndim), *x.shape)  # a vector in CSR format is a matrix of one row

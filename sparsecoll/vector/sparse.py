@@ -97,6 +97,9 @@ class SparseVector(Arithmetic):
 
         Explicit zeros stay, and duplicates are summed.
 
+        Raises:
+            TypeError: x is something else.
+
         >>> import scipy.sparse
         >>> sparsecoll.SparseVector.from_scipy(scipy.sparse.csr_array([[0.0, 2.0], [3.0, 0.0]])).indices
         array([1, 2], dtype=uint32)

@@ -310,6 +310,8 @@ def test_to_scipy_in_one_dimension():
     assert SparseVector.from_scipy(x) == X
     long = SparseVector([2**40], np.ones(1), 2**41)
     assert SparseVector.from_scipy(long.to_scipy()) == long
+    with pytest.raises(TypeError, match="x: expected a SciPy sparse array or matrix, got ndarray"):
+        SparseVector.from_scipy(np.eye(2))
 
 
 @pytest.mark.parametrize("dtype", [name for name in VALUE_DTYPES if name != "bfloat16"])
