@@ -256,11 +256,9 @@ class HookState:
     def _leave_out(self, layout: Layout, compressor: Compressor, absent: set[str], mean: torch.Tensor) -> None:
         """Set means to zero for parameters without a gradient on any rank, since DDP would throw them away."""
         names = layout.names
-        with CollectiveCall(self.transport, "used", self._timeout), self.transport.phase("agree"):
-            mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
-            anywhere = disseminate(self.transport, mine, np.bitwise_or)
-            used = np.unpackbits(anywhere, count=len(names))
-            self.transport.waitall()
+        mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
+        anywhere = self._replica.call("used", lambda _: disseminate(self.transport, mine, np.bitwise_or), "agree")
+        used = np.unpackbits(anywhere, count=len(names))
         unused = {name for name, is_used in zip(names, used.tolist(), strict=True) if not is_used}
         if unused:
             compressor.versions.exclude(unused)
@@ -270,8 +268,7 @@ class HookState:
     def _end(self, joined: bool) -> None:
         """Accept the reduction after its last bucket, if it succeeded on all ranks."""
         row = Row(self._replica.context.step, JOINED * joined, {})
-        with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
-            outcome = row.exchange(self.transport)
+        outcome = self._replica.call("end of back-propagation", lambda _: row.exchange(self.transport), "agree")
         self._lengths = tuple(bucket.layout.length for bucket, _ in self._buckets)[: self._reduced]
         self._joined, self._left, self._reduced = outcome.joined, joined, 0
         self._complete = True

@@ -156,11 +156,8 @@ def _drawn_name(call: CollectiveCall, options: Options) -> str:
     """Return a name that rank 0 draws: the store may hold what gloo left in it for an earlier group of this name."""
     call.signature |= dataclasses.asdict(options)
     call.agree(entries=0)
-    transport = call.transport
-    drawn = np.frombuffer(secrets.token_bytes(8) if transport.rank == 0 else b"", np.uint8)
-    name = bytes(spread(transport, drawn)).hex()
-    transport.waitall()
-    return name
+    drawn = np.frombuffer(secrets.token_bytes(8) if call.transport.rank == 0 else b"", np.uint8)
+    return bytes(spread(call.transport, drawn)).hex()
 
 
 def _passing(name: str) -> Any:

@@ -19,7 +19,7 @@ from sparsecoll.torch.reduction.grad_scaler import enabled
 from sparsecoll.torch.replica.calls import Options, collective
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.transport import Transport, as_transport
-from sparsecoll.transport.all_ranks import allgather
+from sparsecoll.transport.all_ranks import allgather, barrier
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.process_groups import is_group
 from sparsecoll.transport.progress import completed_future
@@ -136,8 +136,7 @@ def _replicas(replicas: Any, groups: list[Group], node: Transport, timeout: floa
 
     def agree(_: CollectiveCall) -> Transport:
         result = found.result()
-        allgather(node, _row(0))
-        node.waitall()
+        barrier(node)
         return result
 
     return collective(node, "attach", timeout, agree)
@@ -158,9 +157,7 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
     def compare(call: CollectiveCall) -> list[list[int]]:
         call.signature |= signature
         call.agree(entries=0)
-        ranks: list[list[int]] = allgather(node, _row(dist.get_rank())).T.tolist()
-        node.waitall()
-        return ranks
+        return allgather(node, _row(dist.get_rank())).T.tolist()  # type: ignore[no-any-return]
 
     inside = collective(node, "attach", replica.options.timeout, compare)
     if replica.transport is node:
@@ -169,12 +166,7 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
     frozen = {s.name: s.local for group in groups for s in group.parameters if not s.param.requires_grad}
     replica.introduce(values | frozen, signature | {"shard": node.rank})
 
-    def gather(_: CollectiveCall) -> list[list[int]]:
-        rows: list[list[int]] = allgather(replica.transport, _row(*inside[0])).tolist()
-        replica.transport.waitall()
-        return rows
-
-    return replica.call("attach", gather)
+    return replica.call("attach", lambda _: allgather(replica.transport, _row(*inside[0]))).tolist()  # type: ignore[no-any-return]
 
 
 def _group(replicas: Any) -> Any:

@@ -99,13 +99,9 @@ class ShardedReductions:
 
         A rank alone cannot tell: its part may be empty, or no entry that was sent lies in it.
         """
-
-        def combine(_: CollectiveCall) -> NDArray[Any]:
-            anywhere: NDArray[Any] = disseminate(self._node, marks, np.bitwise_or)
-            self._node.waitall()
-            return anywhere
-
-        return self._failures.call(self._node, "steps", combine, "agree")
+        return self._failures.call(
+            self._node, "steps", lambda _: disseminate(self._node, marks, np.bitwise_or), "agree"
+        )
 
     def _after_step(self, compressor: Compressor) -> None:
         """Refuse a GradScaler that was not passed, and compare replicas if that is due."""

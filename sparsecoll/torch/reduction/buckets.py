@@ -75,7 +75,6 @@ class Buckets:
         def lay_out(_: CollectiveCall) -> None:
             self.order = self._agree_on_order(trainable, first)
             self.lay_out(self._replica.options.bucket_bytes, self._replica.options.dense_below)
-            self._replica.transport.waitall()
 
         self._replica.call("buckets", lay_out)
 

@@ -245,7 +245,6 @@ class Means(Window):
                     receive()
             while sent:
                 receive()
-            transport.waitall()
 
         self.replica.call(self._name, reduce, "gather" if pairs[0][1].sends_at_once else "")
 
@@ -346,5 +345,4 @@ def check_mean(bucket: Bucket) -> None:
 def sum_weights(transport: Transport, weight: float) -> float:
     """Return number of ranks / sum of their weights, or 1 if that is 0. Collective."""
     total = math.fsum(allgather(transport, np.array([weight]))[:, 0].tolist())
-    transport.waitall()
     return transport.size / total if total else 1.0

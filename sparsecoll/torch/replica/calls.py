@@ -79,7 +79,8 @@ def collective(
 ) -> T:
     """Call a function within a CollectiveCall, after the nonblocking calls that were made before it.
 
-    The phase is that of its traffic, "" for none. An exception `failed` is raised on all ranks in place of the call.
+    What the function sends is sent when it returns. The phase is that of its traffic, "" for none. An exception
+    `failed` is raised on all ranks in place of the call.
     """
 
     def call() -> T:
@@ -87,7 +88,9 @@ def collective(
             CollectiveCall(transport, name, timeout, failed) as call,
             transport.phase(phase) if phase else nullcontext(),
         ):
-            return function(call)
+            result = function(call)
+            transport.waitall()
+            return result
 
     return transport.in_order(call)
 
@@ -138,9 +141,7 @@ def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
         if isinstance(loss, (tuple, list, dict)):
             raise TypeError(f"closure: expected one that returns a loss, or None, got a {type(loss).__name__}")
         own = math.nan if loss is None else float(loss.detach() if torch.is_tensor(loss) else loss)
-        numbers: list[list[float]] = allgather(transport, np.array([loss is None, own], np.float64)).T.tolist()
-        transport.waitall()
-        return numbers
+        return allgather(transport, np.array([loss is None, own], np.float64)).T.tolist()  # type: ignore[no-any-return]
 
     without, numbers = collective(transport, "closure", timeout, gather)
     if all(without):
@@ -242,7 +243,7 @@ class Row:
         self._bits = np.array([*used, *rows, *dense, *taking, *(here and changed for changed in modules)], np.uint8)
 
     def exchange(self, transport: Transport) -> Outcome:
-        """Combine the rows of all ranks. Collective; called within a CollectiveCall.
+        """Combine the rows of all ranks. Collective; called within `collective`.
 
         Volume: 49 bytes and a bit for each of the marks of parameters and modules, in each of ceil(log2 P) messages; of
         P - 1 at once for up to NEAR_RANKS ranks on several nodes.
@@ -256,7 +257,6 @@ class Row:
         head = np.array([*here, *([own, -own] if self._compares else [LEAST] * 2), steps * size + above], np.int64)
         row = np.concatenate([head.view(np.uint8), self._flags, np.packbits(self._bits)])
         row = disseminate(transport, row, _combine, direct=size <= NEAR_RANKS and not transport.one_node)
-        transport.waitall()
         most, least, root, checksum, other, furthest = row[: head.nbytes].view(np.int64).tolist()
         if most != LEAST and most != -least:
             counts = allgather(transport, np.array([steps if self._here else LEAST]))[:, 0].tolist()

@@ -146,7 +146,6 @@ def _meet(transport: Transport) -> tuple[Any, dict[str, str]] | None:
             store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
             address = json.dumps([host, store.port]).encode()
         host, port = json.loads(bytes(spread(transport, np.frombuffer(address, np.uint8))))
-        transport.waitall()
         if store is None:
             store = TCPStore(host, port, size, is_master=False)
     mine = next(members for members in nodes if rank in members)

@@ -353,7 +353,6 @@ class Replica:
                 call.signature |= describe(self.buffers.tensors, "buffer")
                 call.agree(entries=0)
             broadcast_tensors(self.transport, tensors, outcome.root)
-            self.transport.waitall()
 
         if tensors or replaced:
             self.call("buffers", broadcast)
@@ -368,11 +367,9 @@ class Replica:
         tensors = {name: t for name, t in self.tensors.items() if name not in left_out}
 
         def gather(_: CollectiveCall) -> Any:
-            rows = allgather(self.transport, np.array([zlib.crc32(bits_of(t)) for t in tensors.values()], np.uint32))
-            self.transport.waitall()
-            return rows
+            return allgather(self.transport, np.array([zlib.crc32(bits_of(t)) for t in tensors.values()], np.uint32))
 
-        rows = collective(self.transport, "verify", self.options.timeout, gather, "verify")
+        rows = self.call("verify", gather, "verify")
         for name, column in zip(tensors, rows.T, strict=True):
             if (column != column[0]).any():
                 others = [str(rank) for rank, value in enumerate(column.tolist()) if value != column[0]]
