@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack as Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,6 @@ from sparsecoll.algorithms import Algorithm
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.vector import DenseVector
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack as Unpack
-else:
-    Unpack = None  # annotations are not evaluated
 
 ExactName = Literal["auto", "dense", "allgather", "sparcml", "densestream", "hierarchical", "owners"]
 AlgorithmName = Literal[ExactName, "oktopk", "gtopk", "spardl", "cltk"]

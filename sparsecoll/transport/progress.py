@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, TimeoutError as FutureTimeout, wait
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -55,7 +55,7 @@ class Request(Generic[T]):
         self._refuse_in_a_fork()
         try:
             return self._future.result(timeout)
-        except FutureTimeout as error:
+        except TimeoutError as error:
             if self._future.done():
                 raise
             raise CommunicationError(f"the call has not finished within {timeout} s; it continues") from error

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.vector.entries import Entries
 from sparsecoll.vector.values import accumulator_dtype, check_value_dtype, common_dtype, native_values
-
-if TYPE_CHECKING:
-    from typing import Self
 
 # Python's numbers have no width, so that products with bfloat16 stay in 16 bits; those of NumPy have one
 PYTHON = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.int64), complex: np.dtype(np.complex64)}

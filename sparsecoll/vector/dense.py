@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,6 @@ from sparsecoll.telemetry.trace import span
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.sparse import SparseVector
 from sparsecoll.vector.values import Values, dense_values, finite_difference, saturating_cast
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class DenseVector(Values):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,6 @@ from sparsecoll.vector.values import (
     stacked,
     taken,
 )
-
-if TYPE_CHECKING:
-    from typing import Self
 
 SHOWN = 4  # entries, or rows, in a repr
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,6 @@ from sparsecoll.vector.values import (
     saturating_cast,
     sparse_entries,
 )
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class RowSparse(Arithmetic):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError as FutureTimeout
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ class Call(Work):
         """Wait for the call to finish; raise its exception, or RuntimeError if it takes longer than `timeout`."""
         try:
             self._future.result(timeout.total_seconds() or None)
-        except FutureTimeout as error:
+        except TimeoutError as error:
             if self._future.done():
                 raise
             raise RuntimeError(f"wait: the call has not finished within {timeout}; it continues") from error
