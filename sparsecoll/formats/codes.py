@@ -76,9 +76,9 @@ class Codes(Code):
         return message[:middle].view(np.float32), message[middle:]
 
 
-def encode_finite(form: Format, codes: Codes, values: Any, first: int, seed: int | None, message: Buffer) -> None:
+def encode_finite(form: Format, codes: Codes, values: Any, message: Buffer) -> None:
     """Write `codes.encode` of the values; raise ValueError if one is NaN or infinite, which no scale can express."""
-    if not codes.encode(values, first, seed, message):
+    if not codes.encode(values, 0, None, message):
         raise ValueError(f"x: expected finite values with format={form!r}, got NaN or infinity")
 
 

@@ -246,7 +246,7 @@ class PackedCodesFormat(PackedFormat):
         """Return x with its values as a receiver gets them."""
         check_dtype(self, x)
         stored = empty(self._codes.size(0, x.nnz), np.uint8, x.values)
-        encode_finite(self, self._codes, x.values, 0, None, stored)
+        encode_finite(self, self._codes, x.values, stored)
         return x.with_values(self._codes.values(stored, 0, x.nnz).astype(x.dtype, copy=False))
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Encoding:  # type: ignore[override]
@@ -270,7 +270,7 @@ class PackedCodesFormat(PackedFormat):
 
     def _write_values(self, stored: Buffer, x: SparseVector | RowSparse, wire: WireDtype) -> None:
         stored[:4].view(np.uint32)[0] = self.bits
-        encode_finite(self, self._codes, x.values, 0, None, stored[4:])
+        encode_finite(self, self._codes, x.values, stored[4:])
 
     def _values(self, stored: Buffer, count: int, wire: WireDtype) -> Any:
         return self._codes.values(stored[4:], 0, count)

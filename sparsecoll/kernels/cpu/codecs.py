@@ -46,7 +46,7 @@ def _blocks_fit(starts, lengths, total, length):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _numbers_write(numbers, width, out):  # type: ignore[no-untyped-def]
+def numbers_write(numbers, width, out):  # type: ignore[no-untyped-def]
     whole = max(0, numbers.size - 8)
     for i in range(whole):  # what is written too much, the next ones overwrite
         store64(out, i * width, numbers[i])
@@ -167,10 +167,6 @@ def block_ranges(indices: Array, gap: int) -> tuple[Array, Array]:
 
 def blocks_fit(starts: Array, lengths: Array, total: int, length: int) -> bool:
     return bool(_blocks_fit(starts, lengths, np.uint64(total), np.uint64(length)))
-
-
-def numbers_write(numbers: Array, width: int, out: Array) -> None:
-    _numbers_write(numbers, width, out)
 
 
 def numbers_read(data: Array, width: int) -> Array:

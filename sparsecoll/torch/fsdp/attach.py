@@ -157,7 +157,7 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
     def compare(call: CollectiveCall) -> list[list[int]]:
         call.signature |= signature
         call.agree(entries=0)
-        return allgather(node, _row(dist.get_rank())).T.tolist()  # type: ignore[no-any-return]
+        return allgather(node, np.array([dist.get_rank()])).T.tolist()  # type: ignore[no-any-return]
 
     inside = collective(node, "attach", replica.options.timeout, compare)
     if replica.transport is node:
@@ -166,15 +166,11 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
     frozen = {s.name: s.local for group in groups for s in group.parameters if not s.param.requires_grad}
     replica.introduce(values | frozen, signature | {"shard": node.rank})
 
-    return replica.call("attach", lambda _: allgather(replica.transport, _row(*inside[0]))).tolist()  # type: ignore[no-any-return]
+    return replica.call("attach", lambda _: allgather(replica.transport, np.array(inside[0]))).tolist()  # type: ignore[no-any-return]
 
 
 def _group(replicas: Any) -> Any:
     return replicas.get_group() if hasattr(replicas, "get_group") else replicas
-
-
-def _row(*numbers: int) -> Any:
-    return np.array(numbers, np.int64)
 
 
 EXACT = (algorithms.Auto, algorithms.Allgather)  # the exact sum of what the ranks selected, and nothing more
