@@ -144,6 +144,16 @@ def finalized():
     MPI.Finalize()
 
 
+def pending():
+    """All ranks end their use of MPI while calls are under way, which end first."""
+    from mpi4py import MPI
+
+    call()
+    requests = [start() for _ in range(20)]
+    MPI.Finalize()
+    tell(lambda: [request.wait() for request in requests])
+
+
 def early():
     """The last rank returns from its program before the others."""
     others(forever)
@@ -359,6 +369,7 @@ CASES = {
     "plainly": plainly,
     "early": early,
     "finalized": finalized,
+    "pending, finalized": pending,
     "ddp, loss": lambda: ddp(in_loss),
     "ddp, hook": lambda: ddp(in_hook),
     "optimizer, loss": lambda: distributed(in_loss),

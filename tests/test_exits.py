@@ -38,14 +38,14 @@ ENDS = {
     "forked": (0, False),
     "interrupted": (-2, True),
 }
-OVER_MPI = {**ENDS, "finalized": (0, True)}
+OVER_MPI = {**ENDS, "finalized": (0, True), "pending, finalized": (0, False)}
 TOGETHER = [
     f"together, {order}, {end}"
     for order in ("gms", "mgs", "gsm")
     for end in ("left", "outstanding", "destroy", "finalize", "finalize only")
 ]
 SOME = ["outstanding, raises", "ddp, hook", "daemon", "interrupted"]
-SOME_OVER_MPI = ["outstanding, raises", "matched", "finalized", "thread, raises", TOGETHER[6]]
+SOME_OVER_MPI = ["outstanding, raises", "matched", "finalized", "pending, finalized", "thread, raises", TOGETHER[6]]
 
 
 def told(text):

@@ -47,5 +47,7 @@ class DenseFormat(Format):
         if first + values.size > length:
             raise CommunicationError(f"message: {values.size} dense values from {first} on do not fit length {length}")
         offsets, nonzeros = nonzeros_of(values, nnz)
+        if nonzeros.size != nnz:
+            raise CommunicationError(f"message: expected {nnz} dense values other than zero, got {nonzeros.size}")
         indices = offsets.astype(index, copy=False) + index.type(first)
         return SparseVector.from_sorted_unchecked(indices, nonzeros, length)

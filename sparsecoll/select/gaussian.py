@@ -40,7 +40,7 @@ class GaussianK(Selector):
         stats = MagnitudeStats(x, 2 * k)
         normal = stats.mean + NormalDist().inv_cdf(1 - k / x.nnz / 2) * stats.deviation
         if not math.isfinite(normal):
-            return checked(stats.threshold(math.inf))
+            return checked(stats.topk(k) if math.isfinite(stats.largest) else stats.threshold(math.inf))
         few, many = math.inf, stats.reached_by(4 * k // 3)  # thresholds that select too few and too many entries
         t = max(normal, many, SMALLEST)
         for _ in range(self.adjustments + 1):

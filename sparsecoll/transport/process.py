@@ -24,7 +24,7 @@ FAILED_SECONDS = 1.0  # the same after an exception
 BUSY_SECONDS = 60.0  # for which the end of calls that do not wait is waited for: a kernel may have to be compiled
 
 _living: weakref.WeakSet[Transport] = weakref.WeakSet()
-_exiting = threading.Event()
+_why = ""  # how the program, or its use of MPI, has ended
 
 
 def add(transport: Transport) -> None:
@@ -40,27 +40,30 @@ def living() -> list[Transport]:
 def ended() -> tuple[str, float]:
     """Return how the program has ended, "" if it runs, and the seconds for which a call may still wait."""
     error = getattr(sys, "last_value", None)  # the exception that has ended the main thread, or a line typed by a user
-    if not _exiting.is_set() and (error is None or threading.main_thread().is_alive()):
+    if not _why and (error is None or threading.main_thread().is_alive()):
         return "", LAST_SECONDS
     if error is None:
-        return "its program has ended", LAST_SECONDS
+        return _why, LAST_SECONDS
     return f"its program was ended by {error!r}", FAILED_SECONDS
 
 
-def leave(transports: list[Transport]) -> None:
-    """Let each of these transports leave its communicator."""
+def leave(transports: list[Transport], why: str) -> None:
+    """End the calls of these transports, and let each leave its communicator; from now on none can make a call."""
+    global _why
+    before, _why = _why, _why or why
+    deadline = time.monotonic() + BUSY_SECONDS
+    for transport in transports:
+        transport.finish(lambda: max(0.0, deadline - time.monotonic()))
     while transports := [transport for transport in transports if not transport.leave()]:
         time.sleep(0.001)
+    _why = before
 
 
 @atexit.register
 def _end() -> None:
-    _exiting.set()
-    transports = living()
-    deadline = time.monotonic() + BUSY_SECONDS
-    for transport in transports:
-        transport.finish(lambda: max(0.0, deadline - time.monotonic()))
-    leave(transports)
+    global _why
+    _why = "its program has ended"
+    leave(living(), _why)
 
 
 def _forget() -> None:

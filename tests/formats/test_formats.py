@@ -293,6 +293,13 @@ def test_damaged_messages_raise_and_never_give_an_invalid_vector(name, x, data):
     assert kind != "cut" or name == "dense"
 
 
+def test_a_dense_message_that_has_lost_values_is_refused():
+    x = SparseVector([3, 4, 9], np.ones(3), 20)
+    buffer = formats.encode(x, "dense")
+    with pytest.raises(CommunicationError, match="expected 3 dense values other than zero, got 2"):
+        formats.decode(buffer[:-8], 20)
+
+
 @FEW
 @given(st.lists(st.tuples(st.sampled_from(sorted(FORMATS)), vectors(largest=10**4)), max_size=5))
 def test_messages_of_any_format_are_added_into_a_dense_vector(parts):

@@ -10,6 +10,7 @@ import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector
 from sparsecoll.algorithms import as_algorithm
 from sparsecoll.transport import as_transport
+from sparsecoll.transport.mpi import communicators
 
 pytestmark = pytest.mark.mpi
 
@@ -118,3 +119,20 @@ def test_calls_in_the_background_fail_and_go_on(comm, algo):
                 request.wait(60)
         else:
             assert request.wait(60).values.tolist() == [comm.size]
+
+
+def test_first_calls_of_two_threads(comm, monkeypatch):
+    """The second one is refused; the first one, and calls after one that was interrupted, find the communicator."""
+    own, duplicate = comm.Dup(), communicators._duplicate
+
+    def meanwhile(*given):
+        with pytest.raises(CommunicationError, match="two threads made calls at the same time"):
+            as_transport(own)
+        return duplicate(*given)
+
+    monkeypatch.setattr(communicators, "_duplicate", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        as_transport(own)
+    monkeypatch.setattr(communicators, "_duplicate", meanwhile)
+    assert sparsecoll.allreduce(own, SparseVector([comm.rank], [1.0], comm.size)).nnz == comm.size
+    own.Free()

@@ -150,3 +150,29 @@ def test_a_shard_group_of_one_rank(comm):
     for own, other in zip(model.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(own.grad.full_tensor(), other.grad)
     assert set(reductions.state_dict()["tensors"]["residual"]) == set(net.state_dict())
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("nodes", HYBRID)
+def test_momentum_counts_once_a_step(comm, nodes, nesterov):
+    """However often gradients are reduced in it: a module that is used twice, and accumulation that is not put off."""
+    trained = []
+    for synchronizes in (True, False):
+        method = sparsecoll.torch.compressors.TopKCompressor(1.0, momentum=0.9, nesterov=nesterov)
+        model, _ = attached(nodes, method)
+        optimizer = torch.optim.SGD(model.parameters(), 0.02)
+        for step in range(4):
+            for part in range(2):
+                model.set_requires_gradient_sync(synchronizes or part == 1)
+                loss_of(model, batch(comm.rank, 2 * step + part)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(whole(model.parameters()))
+    torch.testing.assert_close(*trained, atol=1e-5, rtol=1e-4)
+    batches = [[batch(rank, step) for rank in range(W)] for step in range(8)]
+    own = torch.optim.SGD((net := Net()).parameters(), 0.02, 0.9, nesterov=nesterov)
+    for pair in zip(batches[::2], batches[1::2], strict=True):
+        own.zero_grad()
+        (sum(loss_of(net, data) for data in (*pair[0], *pair[1])) / W).backward()
+        own.step()
+    torch.testing.assert_close(trained[0], [p.detach() for p in net.parameters()], atol=1e-5, rtol=1e-4)

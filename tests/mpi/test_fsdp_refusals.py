@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from sharded_models import TORCHRUN, Linear, Net, W, attached, batch, mesh_of, sharded
+from sharded_models import TORCHRUN, Linear, Net, W, attached, batch, loss_of, mesh_of, sharded
 
 import sparsecoll.torch.fsdp
 from sparsecoll import CommunicationError
@@ -74,3 +74,51 @@ def test_an_optimizer_within_back_propagation_is_refused(comm):
     next(model.parameters()).register_post_accumulate_grad_hook(lambda p: optimizer.step())
     with pytest.raises(RuntimeError, match="step after back-propagation, not within it"):
         model(batch(comm.rank, 0)[0]).backward()
+
+
+def test_momentum_that_would_count_twice_in_a_step_is_refused_by_the_hook(comm):
+    """From the second step on; the next back-propagation goes on."""
+    model = torch.nn.parallel.DistributedDataParallel(Net())
+    model.register_comm_hook(sparsecoll.torch.HookState(None, "dgc", model), sparsecoll.torch.comm_hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        loss_of(model, batch(comm.rank, step)).backward()
+        if step == 1:
+            with pytest.raises(ValueError, match=r"momentum: .* accumulate within no_sync\(\)"):
+                loss_of(model, batch(comm.rank, step)).backward()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.skipif(W % 2, reason="needs two stages")
+def test_schedules_of_pipelines_are_refused(comm):
+    """They reduce gradients outside of backward(), at whose end ranks learn of failures."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    mesh = init_device_mesh("cpu", (2, W // 2), mesh_dim_names=("stage", "shard"))
+    stage, model = mesh.get_local_rank("stage"), torch.nn.Linear(6, 6)
+    fully_shard(model, mesh=mesh["shard"])
+    _ = sparsecoll.torch.fsdp.attach(model, None, "topk")
+    pipeline = PipelineStage(model, stage, 2, torch.device("cpu"), group=mesh.get_group("stage"))
+    schedule = ScheduleGPipe(pipeline, 2, loss_fn=lambda out, target: (out - target).square().mean())
+    x = torch.ones(4, 6)
+    with pytest.raises(RuntimeError, match=r"attach: gradients are reduced outside of backward\(\)"):
+        schedule.step(*[] if stage else [x], **{"target": x} if stage else {})
+
+
+@pytest.mark.parametrize("frozen", [torch.uint8, torch.float32])
+def test_gradients_have_the_dtype_of_what_is_trained(frozen):
+    """Not that of a frozen parameter that comes first."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(6, 4, dtype=torch.float64)
+    model.register_parameter("bias", torch.nn.Parameter(torch.zeros(4, dtype=frozen), requires_grad=False))
+    model._parameters = {"bias": model.bias, "weight": model.weight}
+    model.forward = lambda x: x @ model.weight.T / 3
+    fully_shard(model, mesh=mesh_of(None)["shard"])
+    _ = sparsecoll.torch.fsdp.attach(model, None, "none")
+    model(torch.full((2, 6), 0.1, dtype=torch.float64)).sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor()[0, 0].item(), 0.2 / 3, rtol=1e-15, atol=0)

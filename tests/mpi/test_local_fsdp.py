@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
-from sparsecoll.torch import LocalOptimizer, load, redistribute, save  # noqa: E402
+from sparsecoll.torch import LocalOptimizer, OneBitAdam, load, redistribute, save  # noqa: E402
 from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
@@ -206,3 +206,7 @@ def test_a_group_that_has_two_shards_of_a_worker_is_refused():
         made(model, torch.distributed.group.WORLD)
     with pytest.raises(TypeError, match="LocalOptimizer with the process group"):
         made(model, None)
+    with pytest.raises(TypeError, match="params: expected whole tensors on every rank"):
+        OneBitAdam(model.parameters(), comm=torch.distributed.group.WORLD, warm_up=6)
+    mesh, model = sharded()
+    made(model, mesh["worker"])

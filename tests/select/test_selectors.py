@@ -57,6 +57,7 @@ def test_about_k_entries_are_selected():
     assert GaussianK().select(ties, 500).nnz == 500  # all thresholds select a multiple of 1000
     normal = np.random.default_rng(0).standard_normal(x.size)
     assert 2 * k / 3 <= GaussianK().select(DenseVector(normal), k).nnz <= 4 * k / 3
+    assert GaussianK().select(DenseVector(1e160 * normal), k).nnz == k  # their squares are beyond the range
     assert RandomK().select(DenseVector(x), k).nnz == k
 
 

@@ -1,12 +1,14 @@
 """Gradients that are accumulated over several backward passes are those of one large batch."""
 
+import contextlib
+
 import pytest
 import torch
 from nets import batch, bits, close, loss_of, net, parameters, residuals
 
 from sparsecoll import simulate
 from sparsecoll.torch import DistributedOptimizer
-from sparsecoll.torch.compressors import TopKCompressor
+from sparsecoll.torch.compressors import COVAP, ChunkedTopK, TopKCompressor
 
 
 def test_accumulation_with_no_sync_is_one_large_batch():
@@ -89,3 +91,45 @@ def test_accumulation_into_another_tensor_is_told_from_a_gradient_thrown_away(wa
 
     results = simulate(2, program).results
     torch.testing.assert_close(-2 * results[0][0], sum(moved for _, moved in results))
+
+
+@pytest.mark.parametrize("compressor", [None, "dgc", "nesterovtopk"])
+def test_momentum_that_would_count_twice_in_a_step_is_refused_on_all_ranks(compressor):
+    """Two losses without no_sync(); the loop goes on after zero_grad()."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.0 if compressor else 0.9)
+        optimizer = DistributedOptimizer(inner, model, comm, compressor)
+        for step in range(2):
+            with optimizer.no_sync():
+                loss_of(model, batch(comm.rank, step)).backward()
+            loss_of(model, batch(comm.rank, 10 + step)).backward()
+            if step == 0:
+                with pytest.raises(ValueError, match=r"momentum: .* accumulate within no_sync\(\)"):
+                    loss_of(model, batch(comm.rank, step)).backward()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        return bits(model)
+
+    assert len(set(simulate(3, program).results)) == 1
+
+
+@pytest.mark.parametrize("compressor", [COVAP(3, start=0.5), ChunkedTopK(4, 16, decay=0.5, algo="allgather")])
+def test_residuals_decay_once_a_step(compressor):
+    def program(comm, no_sync):
+        p, q = (torch.nn.Parameter(torch.zeros(40)) for _ in range(2))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([p, q], 1.0), {"p": p, "q": q}.items(), comm, compressor, dense_below=0
+        )
+        for _ in range(4):
+            for part in range(2):
+                with optimizer.no_sync() if no_sync and part == 0 else contextlib.nullcontext():
+                    ((p + q) * torch.arange(40.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach(), q.detach(), *residuals(optimizer).values()])
+
+    once, twice = (simulate(2, lambda comm, way=way: program(comm, way)).results for way in (True, False))
+    torch.testing.assert_close(once, twice)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -236,3 +237,34 @@ def test_a_table_with_sparse_gradients_makes_room_for_a_dense_one_of_its_name():
         return bits(model)
 
     assert len(set(simulate(2, program).results)) == 1
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "LocalOptimizer"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_frozen_parameter_stays_whatever_zero_grad_leaves(way, to_none):
+    """What waits to be sent does not move it, as no gradient does; unfrozen, it takes its residual up again."""
+
+    def program(comm):
+        model = net()
+        optimizer = make(way, comm, model)
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.0
+        seen = []
+        for step in range(6):
+            model[0].requires_grad_(step not in (2, 3))
+            seen.append(model[0].weight.detach().clone())
+            optimizer.zero_grad(set_to_none=to_none)
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+        return torch.stack([*seen, model[0].weight.detach()])
+
+    results = simulate(2, program).results
+    assert torch.equal(*results)
+    assert [bool(torch.equal(a, b)) for a, b in itertools.pairwise(results[0])] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]

@@ -42,11 +42,14 @@ class StepContext:
     Attributes:
         step: number of steps taken before this one.
         momenta: returns the optimizer's momenta of named parameters; None in loops that do not know them.
+        sums_means: whether the means of several reductions before a step are added up; otherwise the gradients of the
+            next reduction have the mean of the last one in them.
         warned: whether rank 0 has warned that the compressor's momentum is not that of rows.
     """
 
     step: int = 0
     momenta: Callable[[Sequence[str]], list[float]] | None = None
+    sums_means: bool = False
     warned: bool = False
 
 

@@ -146,9 +146,10 @@ class ChunkedTopK(ErrorFeedback):
         """Form acc, take what is sent to the owner of each region, and leave the rest; all of the own region."""
         values, source = acc
         taken: list[Taken | None] = []
+        decay = 1.0 if self.versions.open else self.decay  # once a step
         for owner, (a, b, chunks, _) in enumerate(self._regions):
             given = None if source is None else source[a:b]
-            work = Pass(given, add=(self._residual.current[a:b], self.decay))
+            work = Pass(given, add=(self._residual.current[a:b], decay))
             if self._by_owners and self.requantize and owner == self.own_rank:
                 kernels_of(values).form(values[a:b], work)
                 taken.append(None)

@@ -105,7 +105,7 @@ class COVAP(ErrorFeedback):
         return float(min(self.start + self.context.step // self.ascend_steps * self.ascend, 1.0))
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
-        return super().compensate(gradient, self.coefficient, source)
+        return super().compensate(gradient, 1.0 if self.versions.open else self.coefficient, source)
 
     def compress(self, acc: DenseVector) -> list[tuple[int, int]]:
         self.check_finite(acc)  # it may wait here for long

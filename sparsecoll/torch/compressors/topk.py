@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -151,8 +152,14 @@ class TopKCompressor(ErrorFeedback):
             self._clip(gradient, self.clip / self.size**0.5)
         self.begin(gradient, source)
         if self._velocity is not None:
+            more = self.versions.open
+            if more and not self.context.sums_means:
+                raise ValueError(
+                    "momentum: gradients were reduced twice before a step, in which the compressor's momentum would"
+                    " count twice: accumulate within no_sync(), or use overlap=False"
+                )
             self._velocity.trial = self.layout.empty()
-            self._add_momentum(self._velocity.current, self._velocity.trial)
+            self._add_momentum(self._velocity.current, self._velocity.trial, more)
         self.acc.add_later(self._residual.current, scale)
         return self.acc
 
@@ -163,15 +170,23 @@ class TopKCompressor(ErrorFeedback):
         assert self.context.momenta is not None
         return [shorter(momentum) for momentum in self.context.momenta(self.layout.names)]
 
-    def _add_momentum(self, velocity: Array, new: Array) -> None:
-        """Add the velocity to the gradient in the pass that selects, or at once if the factors differ."""
+    def _add_momentum(self, velocity: Array, new: Array, more: bool) -> None:
+        """Add the velocity to the gradient in the pass that selects, or at once if the factors differ.
+
+        Args:
+            more: whether the velocity has been added in this step already, to other gradients.
+        """
         factors, edges = self._momenta(), self.layout.offsets
         nesterov = self.nesterov or self.momentum is None
-        if len(set(factors)) == 1:
+        if len(set(factors)) == 1 and not more:
             self.acc.momentum_later(Momentum(velocity, factors[0], new, nesterov))
             return
         acc = self.acc.flush().values
-        for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
+        for factor, a, b in zip(itertools.cycle(factors), edges[:-1], edges[1:], strict=False):
+            if more:
+                new[a:b] = velocity[a:b] + (factor if nesterov else 1) * acc[a:b]
+                acc[a:b] *= 1 + factor * nesterov
+                continue
             before = acc[a:b].copy() if nesterov else 0
             new[a:b] = factor * (velocity[a:b] + before) + (acc[a:b] - before)
             acc[a:b] = new[a:b] + before

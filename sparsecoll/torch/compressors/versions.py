@@ -44,6 +44,11 @@ class Versions:
         self.arrays.append(versioned)
         return versioned
 
+    @property
+    def open(self) -> bool:
+        """Whether a reduction was accepted after which the optimizer has not stepped yet."""
+        return any(v.current is not v.base for v in self.arrays)
+
     def accept(self) -> None:
         """Accept the trial versions: the next reduction begins with them."""
         for v in self.arrays:

@@ -93,7 +93,8 @@ class Group:
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of the gradients that are reduced."""
         policy = self._group.mp_policy
-        return policy.reduce_dtype or policy.param_dtype or self._group.fsdp_params[0].sharded_param.dtype  # type: ignore[no-any-return]
+        own = (p.sharded_param.dtype for p in self._group.fsdp_params if p.sharded_param.requires_grad)
+        return policy.reduce_dtype or policy.param_dtype or next(own, torch.float32)
 
     def reads_at_once(self, values: torch.Tensor) -> bool:
         """Return whether torch computes with reduced gradients before back-propagation has ended.

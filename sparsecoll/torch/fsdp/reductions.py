@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import Row
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout
-from sparsecoll.torch.tensors.private import at_end_of_backward, queue_callback
+from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import disseminate
 from sparsecoll.transport.call import CollectiveCall
@@ -61,6 +61,7 @@ class ShardedReductions:
         grad_scaler: Any,
     ) -> None:
         self._groups, self._replica, self._node = groups, replica, node
+        replica.context.sums_means = True
         self._scattered = node is replica.transport  # the mean is scattered: there are no replicas
         self._parts = node.size if self._scattered else 1
         self._scaler, self._checkpoint = grad_scaler, checkpoint
@@ -117,7 +118,8 @@ class ShardedReductions:
         hook, ask = self._failures.hook, self._ask_for_end
         for index, group in enumerate(self._groups):
             group.module.set_reduce_scatter_unused_params(True, recurse=False)  # so that the layout is known
-            reduce = hook(ask, ask, partial(self._receive, index))  # asks again, if that has failed
+            receive = hook(ask, ask, partial(self._receive, index))  # asks again, if that has failed
+            reduce = partial(self._in_backward, receive)
             if self._scattered:
                 scatter = ReduceScatter(reduce, hook(partial(self._memory, index)))
                 group.module.set_custom_reduce_scatter(scatter)
@@ -125,6 +127,15 @@ class ShardedReductions:
             group.module.set_all_reduce_hook(reduce)
             if self._node.size > 1 and self._shards[0].local.device.type == "cpu":  # gloo sends twice as much
                 group.module.set_custom_reduce_scatter(ReduceScatter(hook(self._reduce_scatter_in_node)))
+
+    def _in_backward(self, receive: Callable[..., Any], *args: Any) -> Any:
+        """Call `receive` of a hook, or raise where no end of back-propagation would tell the ranks of a failure."""
+        if backward_number() < 0:
+            raise RuntimeError(
+                "attach: gradients are reduced outside of backward(), as by schedules of torch.distributed.pipelining:"
+                " they are not supported; use fully_shard alone there"
+            )
+        return receive(*args)
 
     def _reduce_scatter_in_node(self, values: torch.Tensor, out: torch.Tensor, factor: float) -> None:
         def reduce(_: CollectiveCall) -> None:

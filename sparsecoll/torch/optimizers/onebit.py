@@ -22,7 +22,7 @@ from sparsecoll.torch.replica.calls import Options, agreed, collective, communic
 from sparsecoll.torch.replica.guards import refuse_wrapped
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import cut
-from sparsecoll.torch.tensors.model import Named, model_of, sparse_weights
+from sparsecoll.torch.tensors.model import Named, check_whole, model_of, sparse_weights
 from sparsecoll.torch.tensors.private import is_called_by_scaler
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.all_ranks import barrier
@@ -156,6 +156,7 @@ class OneBitAdam(Wrapper):
                 raise ValueError(f"scale: expected a number above 0, got {scale}")
             adamw = torch.optim.AdamW(params, lr, betas, eps, weight_decay)
             refuse_amsgrad(adamw.param_groups)
+            check_whole(p for group in adamw.param_groups for p in group["params"])
             refuse_wrapped(self._model, "model")
             tables = sparse_weights(self._model)
             if any(id(p) in tables for group in adamw.param_groups for p in group["params"]):

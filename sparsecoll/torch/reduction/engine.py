@@ -363,7 +363,10 @@ class Engine(Reducer):
     def state_dict(self) -> dict[str, Any]:
         """Return the library's part of a state_dict."""
         if self.gradients.are(State.SENDING, State.STALE):
-            raise RuntimeError("call state_dict() after back-propagation, not while gradients are reduced")
+            raise RuntimeError(
+                "call state_dict() after back-propagation, not while gradients are reduced; after an exception or"
+                " Ctrl-C in backward(), call zero_grad() first"
+            )
         self.commit_if_updated()
         return {STATE: renamed_state(self.buckets.state_dict(self.steps.unstepped), self.members.kept())}
 

@@ -150,8 +150,11 @@ def residual_dtype(dtype: torch.dtype) -> Any:
 
 
 def takes_part(p: torch.Tensor) -> bool:
-    """Return whether a parameter requires a gradient, or has one: optimizers step on that even if it is frozen."""
-    return p.requires_grad or p.grad is not None
+    """Return whether a parameter requires a gradient, or has one: optimizers step on that even if it is frozen.
+
+    Zeros do not count if it is frozen, as after `zero_grad(set_to_none=False)`: what waits to be sent would move it.
+    """
+    return p.requires_grad or (p.grad is not None and (p.grad.is_sparse or bool(p.grad.any())))
 
 
 def has_rows(gradient: torch.Tensor | None) -> bool:

@@ -200,6 +200,7 @@ def check_whole(params: Iterable[torch.Tensor], comm: Any = None) -> None:
     Raises:
         TypeError: one is a DTensor or ShardedTensor, or FSDP's flat parameter, or it has no values yet.
     """
+    comm = comm.get_group() if hasattr(comm, "mesh_dim_names") else comm
     for p in params:
         if p.is_meta or torch.nn.parameter.is_lazy(p):
             cure = "to_empty() and initialize it" if p.is_meta else "call it once on a batch"

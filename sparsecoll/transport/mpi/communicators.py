@@ -16,7 +16,7 @@ from sparsecoll.transport.mpi.transport import CALL_BEFORE, FINALIZED, MpiTransp
 from sparsecoll.transport.mpi.waiting import Waiter
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Abandoned, out_of_use
 
-_keyval_lock = threading.Lock()
+_lock = threading.Lock()
 _keyval: list[int] = []
 _serial = [0]  # the greatest one of this process's transports
 _process = os.getpid()  # one that was forked from it must call nothing of MPI
@@ -47,10 +47,18 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
     if not isinstance(comm, MPI.Intracomm):
         cure = ": use comm.Merge()" if isinstance(comm, MPI.Intercomm) else ""
         raise TypeError(f"comm: expected an mpi4py intracommunicator, got {type(comm).__name__}{cure}")
-    transport: Any = comm.Get_attr(_key())
+    key = _key()
+    with _lock:
+        transport: Any = comm.Get_attr(key)
+        if transport is None:
+            comm.Set_attr(key, Abandoned("two threads made calls at the same time"))  # for another thread
     if transport is None:
-        transport = _duplicate(comm, timeout)
-        comm.Set_attr(_key(), transport)
+        try:
+            transport = _duplicate(comm, timeout)
+        except BaseException:
+            comm.Delete_attr(key)
+            raise
+        comm.Set_attr(key, transport)
     if isinstance(transport, Abandoned):
         raise transport.error()
     assert isinstance(transport, MpiTransport)
@@ -81,7 +89,7 @@ def _duplicate(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | Aba
 
 
 def _key() -> int:
-    with _keyval_lock:
+    with _lock:
         if not _keyval:
             _keyval.append(MPI.Comm.Create_keyval(delete_fn=_free))
             MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_leave), True)  # deleted first of all at the end
@@ -102,7 +110,7 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> N
 
 def _leave(*_: object) -> None:
     """Leave all communicators; MPI.Finalize() calls this."""
-    process.leave([transport for transport in process.living() if isinstance(transport, MpiTransport)])
+    process.leave([transport for transport in process.living() if isinstance(transport, MpiTransport)], FINALIZED)
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:

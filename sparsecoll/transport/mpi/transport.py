@@ -198,7 +198,7 @@ class MpiTransport(Transport):
             return True
         try:
             if not self.broken and self._is_awaited():
-                self.broken = f"rank {self.rank} does not make this call: {process.ended()[0] or FINALIZED}"
+                self.broken = f"rank {self.rank} does not make this call: {process.ended()[0]}"
             if self.broken:
                 self.revoke(report_of(self.broken))
                 return True
