@@ -164,7 +164,8 @@ class DistributedOptimizer(Wrapper):
     To accumulate gradients, run all back-propagations of a step except the last inside `no_sync()`, which saves
     communication. Without `no_sync()`, every back-propagation is reduced, which a compressor with momentum refuses (as
     the default does with SGD). With `overlap=False`, gradients are local to each rank until `step`, so that changes to
-    them (local clipping, noise) take effect before they are sent. Rank 0 logs a warning of the first such change, in case you wanted to change the mean.
+    them (local clipping, noise) take effect before they are sent. Rank 0 logs a warning of the first such change, in
+    case you wanted to change the mean.
 
     Args:
         optimizer: torch optimizer of floating-point parameters, on the CPU or (with CuPy) a CUDA device. Half-precision
