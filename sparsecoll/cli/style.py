@@ -10,16 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-STYLES = (  # colour, dash and marker of a line; the colours are legible as text on white, and inverted on black
-    ("#0b5cad", "-", "o"),
-    ("#b3420a", (0, (5, 1.5)), "s"),
-    ("#1b7a3d", (0, (1, 1)), "D"),
-    ("#a3195b", (0, (6, 1.5, 1, 1.5)), "^"),
-    ("#6a3fb5", (0, (9, 2)), "v"),
-    ("#00727a", (0, (3, 1, 1, 1, 1, 1)), "P"),
-    ("#7a5c00", (0, (2, 2)), "*"),
-    ("#444444", (0, (1, 2.5)), "X"),
-)
+COLOURS = ("#0b5cad", "#b3420a", "#1b7a3d", "#a3195b", "#6a3fb5", "#00727a", "#7a5c00", "#444444")
+DASHES = ("-", *((0, on) for on in ((5, 1.5), (1, 1), (6, 1.5, 1, 1.5), (9, 2), (3, 1, 1, 1, 1, 1), (2, 2), (1, 2.5))))
+# of a line; the colours are legible as text on white, and inverted on black
+STYLES = [*zip(COLOURS, DASHES, "osD^vP*X", strict=True)]
 WIDTH = 7.0  # inches; a text column
 
 

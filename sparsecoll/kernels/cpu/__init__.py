@@ -20,4 +20,4 @@ from sparsecoll.kernels.reference.codecs import from_bfloat16 as from_bfloat16, 
 from sparsecoll.kernels.reference.exponents import exponent_offsets as exponent_offsets
 from sparsecoll.kernels.reference.folds import *
 from sparsecoll.kernels.reference.rows import take_rows as take_rows
-from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys
+from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys, random_indices as random_indices

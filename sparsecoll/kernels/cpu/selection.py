@@ -18,7 +18,7 @@ from sparsecoll.kernels.cpu.radix import cut, keep_largest, kth, range_of
 from sparsecoll.kernels.cpu.selection_pass import CHUNK, LINE, select_chunks
 from sparsecoll.kernels.keys import PLAIN, Array, Pass, index_dtype, is_float
 from sparsecoll.kernels.memory import empty, grown, readonly
-from sparsecoll.kernels.reference.selection import MOMENT_LANES, ROUNDS, half_bits, moments_of_lines, taken
+from sparsecoll.kernels.reference.selection import MOMENT_LANES, moments_of_lines, taken
 from sparsecoll.kernels.sampling import bounding_sample
 
 SAMPLE = 1 << 15  # size of the largest sample that bounds the k-th magnitude from below
@@ -214,27 +214,3 @@ def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PL
     bits, mask = lanes_of(found_v, write=True)
     _, count = keep_largest(found_i, bits, mask, k, lanes_of(values, write=True)[0] if work.clear else None)
     return found_i[:count], found_v[:count]
-
-
-@jit
-def _permute(chosen, length, half, key):  # type: ignore[no-untyped-def]
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    for i in range(chosen.size):
-        x = np.uint64(i)
-        while True:
-            left, right = x >> half, x & mask
-            for number in range(ROUNDS):
-                z = (right + key + np.uint64(number) * np.uint64(0xD1B54A32D192ED03)) * np.uint64(0x9E3779B97F4A7C15)
-                z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-                left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & mask)
-            x = (left << half) | right
-            if x < length:
-                break
-        chosen[i] = x
-
-
-def random_indices(length: int, count: int, key: int) -> Array:
-    chosen = empty(min(count, length), index_dtype(length))
-    _permute(chosen, np.uint64(length), np.uint64(half_bits(length)), np.uint64(key))
-    chosen.sort()
-    return chosen

@@ -11,7 +11,7 @@ from sparsecoll.kernels.gpu import device
 from sparsecoll.kernels.gpu.device import Array, launch, types, u32
 from sparsecoll.kernels.keys import PLAIN, Pass, index_dtype
 from sparsecoll.kernels.memory import grown
-from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS, half_bits
+from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS
 from sparsecoll.kernels.sampling import SMALL, bounding_sample
 
 Addend = tuple[Array, float]
@@ -201,7 +201,8 @@ def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PL
 
 def random_indices(length: int, count: int, key: int) -> Array:
     out = device.empty(min(count, length), index_dtype(length))
-    given = (length, u32(half_bits(length)), key, u32(ROUNDS), out, out.size)
+    half = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
+    given = (length, u32(half), key, u32(ROUNDS), out, out.size)
     launch("selection", "permuted", out.size, *given, macros=types(indices=out))
     out.sort()
     return out

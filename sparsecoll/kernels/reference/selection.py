@@ -133,7 +133,8 @@ def random_indices(length: int, count: int, key: int) -> Array:
     A Feistel network of ROUNDS rounds on 2h bits (2^2h >= length, at most four times as many), applied again to
     what falls beyond `length` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", cycle walking).
     """
-    count, half = min(count, length), half_bits(length)
+    count = min(count, length)
+    half = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
     chosen = np.arange(count, dtype=np.uint64)
     beyond = np.ones(count, bool)
@@ -144,11 +145,6 @@ def random_indices(length: int, count: int, key: int) -> Array:
         chosen[beyond] = (left << shift) | right
         beyond = chosen >= np.uint64(length)
     return np.sort(chosen.astype(index_dtype(length)))
-
-
-def half_bits(length: int) -> int:
-    """Half the number of bits that the keyed permutation of numbers below `length` works on."""
-    return max(1, (max(length - 1, 1).bit_length() + 1) // 2)
 
 
 def _scrambled(x: Array, key: int, number: int) -> Array:

@@ -42,8 +42,7 @@ class StepContext:
     Attributes:
         step: number of steps taken before this one.
         momenta: returns the optimizer's momenta of named parameters; None in loops that do not know them.
-        sums_means: whether the means of several reductions before a step are added up; otherwise the gradients of the
-            next reduction have the mean of the last one in them.
+        sums_means: whether means before a step are added up; otherwise gradients contain the last one's.
         warned: whether rank 0 has warned that the compressor's momentum is not that of rows.
     """
 

@@ -171,11 +171,7 @@ class TopKCompressor(ErrorFeedback):
         return [shorter(momentum) for momentum in self.context.momenta(self.layout.names)]
 
     def _add_momentum(self, velocity: Array, new: Array, more: bool) -> None:
-        """Add the velocity to the gradient in the pass that selects, or at once if the factors differ.
-
-        Args:
-            more: whether the velocity has been added in this step already, to other gradients.
-        """
+        """Add the velocity to the gradient, if possible in the pass that selects; not to `more` of the gradient."""
         factors, edges = self._momenta(), self.layout.offsets
         nesterov = self.nesterov or self.momentum is None
         if len(set(factors)) == 1 and not more:

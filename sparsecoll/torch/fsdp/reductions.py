@@ -132,8 +132,8 @@ class ShardedReductions:
         """Call `receive` of a hook, or raise where no end of back-propagation would tell the ranks of a failure."""
         if backward_number() < 0:
             raise RuntimeError(
-                "attach: gradients are reduced outside of backward(), as by schedules of torch.distributed.pipelining:"
-                " they are not supported; use fully_shard alone there"
+                "attach: gradients are reduced outside of backward(), as schedules of torch.distributed.pipelining do:"
+                " use fully_shard alone there"
             )
         return receive(*args)
 

@@ -150,10 +150,7 @@ def residual_dtype(dtype: torch.dtype) -> Any:
 
 
 def takes_part(p: torch.Tensor) -> bool:
-    """Return whether a parameter requires a gradient, or has one: optimizers step on that even if it is frozen.
-
-    Zeros do not count if it is frozen, as after `zero_grad(set_to_none=False)`: what waits to be sent would move it.
-    """
+    """Return whether a parameter requires a gradient, or has one that moves it in a step although it is frozen."""
     return p.requires_grad or (p.grad is not None and (p.grad.is_sparse or bool(p.grad.any())))
 
 
