@@ -255,13 +255,9 @@ def _one_of(*values: str) -> Callable[[str], str]:
     return lambda value: "" if value in values else f"expected one of {', '.join(values)}"
 
 
-def _threads(value: str) -> str:
-    return "" if value.isdecimal() and int(value) > 0 else "expected a whole number of at least 1"
-
-
 VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; "" if nothing is
     "SPARSECOLL_KERNELS": _one_of(*CHOICES),
-    "SPARSECOLL_THREADS": _threads,
+    "SPARSECOLL_THREADS": lambda n: "" if n.isdecimal() and int(n) > 0 else "expected a whole number of at least 1",
     "SPARSECOLL_ON_TIMEOUT": _one_of("raise", "abort"),
     "SPARSECOLL_GPU_DIRECT": _one_of("0", "1"),
     "SPARSECOLL_DENSE": _one_of("exact", "int8", "int4"),

@@ -116,6 +116,24 @@ def test_momentum_that_would_count_twice_in_a_step_is_refused_on_all_ranks(compr
     assert len(set(simulate(3, program).results)) == 1
 
 
+def test_momentum_is_refused_twice_in_a_step_whose_buckets_were_made_again():
+    """As where a parameter was frozen between two back-propagations."""
+
+    def program(comm):
+        p, q = (torch.nn.Parameter(torch.zeros(2000)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([p, q], 1.0), {"p": p, "q": q}.items(), comm, "dgc")
+        (p + q).sum().backward()
+        q.requires_grad_(False)
+        q.grad = None
+        with pytest.raises(ValueError, match="momentum: gradients were reduced twice"):
+            p.sum().backward()
+        optimizer.zero_grad()
+        p.sum().backward()
+        optimizer.step()
+
+    simulate(2, program)
+
+
 @pytest.mark.parametrize("compressor", [COVAP(3, start=0.5), ChunkedTopK(4, 16, decay=0.5, algo="allgather")])
 def test_residuals_decay_once_a_step(compressor):
     def program(comm, no_sync):

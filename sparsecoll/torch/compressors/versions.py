@@ -38,6 +38,7 @@ class Versions:
 
     def __init__(self) -> None:
         self.arrays: list[Versioned] = []
+        self.continued = False  # whether they begin after a reduction since the last step
 
     def add(self, versioned: Versioned) -> Versioned:
         """Add an array to the state."""
@@ -47,7 +48,7 @@ class Versions:
     @property
     def open(self) -> bool:
         """Whether a reduction was accepted after which the optimizer has not stepped yet."""
-        return any(v.current is not v.base for v in self.arrays)
+        return self.continued or any(v.current is not v.base for v in self.arrays)
 
     def accept(self) -> None:
         """Accept the trial versions: the next reduction begins with them."""
@@ -68,11 +69,13 @@ class Versions:
 
     def commit(self) -> None:
         """Make the current versions permanent."""
+        self.continued = False
         for v in self.arrays:
             v.base = v.current
 
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Return to the versions of the last step, for all or the named parameters."""
+        self.continued = self.continued and names is not None
         for v in self.arrays:
             for part in [] if v.current is v.base else [ALL] if names is None else v.places(names):
                 if part == ALL:

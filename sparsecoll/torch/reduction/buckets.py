@@ -129,6 +129,7 @@ class Buckets:
         compressor.bind(layout, replica.transport, replica.context, options.timeout)
         kind = RowBucket if layout.rows else Bucket
         bucket = kind(params, layout, compressor.versions, options.gradient_as_bucket_view)
+        bucket.versions.continued = self.pending
         layout.device.synchronize()  # jobs have a stream of their own
         parked, extra = restore([compressor], self._parked), dict(self._extra)
         if layout.names in extra:
