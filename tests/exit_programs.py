@@ -126,32 +126,19 @@ def plan():
     tell(forever)
 
 
-def raises():
+def raises(_=None):
     raise ValueError("a bug")
 
 
-def plainly():
-    """No call is under way."""
-    others(forever)
-    raise ValueError("a bug")
-
-
-def finalized():
-    """The last rank ends its use of MPI while the others go on."""
-    others(forever)
+def finalized(pending):
+    """The last rank ends its use of MPI while the others go on; or all do with calls under way, which end first."""
     from mpi4py import MPI
 
+    call() if pending else others(forever)
+    requests = [start() for _ in range(20 * pending)]
     MPI.Finalize()
-
-
-def pending():
-    """All ranks end their use of MPI while calls are under way, which end first."""
-    from mpi4py import MPI
-
-    call()
-    requests = [start() for _ in range(20)]
-    MPI.Finalize()
-    tell(lambda: [request.wait() for request in requests])
+    for request in requests:
+        request.wait()
 
 
 def early():
@@ -366,10 +353,10 @@ CASES = {
     "outstanding, exits": lambda: outstanding(lambda: sys.exit(3)),
     "matched": matched,
     "plan": plan,
-    "plainly": plainly,
+    "plainly": lambda: raises(others(forever)),
     "early": early,
-    "finalized": finalized,
-    "pending, finalized": pending,
+    "finalized": lambda: finalized(False),
+    "pending, finalized": lambda: finalized(True),
     "ddp, loss": lambda: ddp(in_loss),
     "ddp, hook": lambda: ddp(in_hook),
     "optimizer, loss": lambda: distributed(in_loss),
