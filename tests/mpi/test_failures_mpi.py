@@ -12,7 +12,6 @@ import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector
 from sparsecoll.algorithms import as_algorithm
 from sparsecoll.transport import as_transport
-from sparsecoll.transport.mpi import communicators
 
 pytestmark = pytest.mark.mpi
 
@@ -126,6 +125,8 @@ def test_calls_in_the_background_fail_and_go_on(comm, algo):
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="needs MPI")
 def test_first_calls_of_two_threads(comm, monkeypatch):
     """The second one is refused; the first one, and calls after one that was interrupted, find the communicator."""
+    from sparsecoll.transport.mpi import communicators  # under torchrun, no test imports MPI
+
     own, duplicate = comm.Dup(), communicators._duplicate
 
     def meanwhile(*given):
