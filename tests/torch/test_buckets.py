@@ -86,7 +86,7 @@ def test_views_give_the_same_bits(compressor):
                 if number in (2, 5):
                     with optimizer.no_sync():
                         backward(comm, model, 50 + number)
-                if number == 3:
+                if number == 3 and compressor == "fp16":  # momentum would count twice
                     backward(comm, model, 60)
                 backward(comm, model, number)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
