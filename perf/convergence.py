@@ -114,7 +114,8 @@ DDP = {  # in seconds: functions that register a hook
     "DDP, PowerSGD hook, rank 4": lambda model: harness.power_hook(model, start=10),
 }
 TIMED = {"wide": (*DDP, BEST, DROP_IN), **dict.fromkeys(("vgg", "resnet"), (*DDP, DROP_IN))}
-TIMED["text"] = (*(f"{line}, twice the rate" for line in DDP), f"{ONE_BIT}, 2.5 times the rate", SAVED)
+TIMED["text"] = ("DDP, gloo, twice the rate", f"{ONE_BIT}, 2.5 times the rate", SAVED)
+TIMED["text"] += tuple(f"{line}, twice the rate" for line in [*DDP][1:])
 GOALS = {"%": -0.2, "bits per byte": 0.02}  # how far below the final quality of dense training is as good
 
 
