@@ -51,12 +51,14 @@ def leave(transports: list[Transport], why: str) -> None:
     """End the calls of these transports, and let each leave its communicator; from now on none can make a call."""
     global _why
     before, _why = _why, _why or why
-    deadline = time.monotonic() + BUSY_SECONDS
-    for transport in transports:
-        transport.finish(lambda: max(0.0, deadline - time.monotonic()))
-    while transports := [transport for transport in transports if not transport.leave()]:
-        time.sleep(0.001)
-    _why = before
+    try:
+        deadline = time.monotonic() + BUSY_SECONDS
+        for transport in transports:
+            transport.finish(lambda: max(0.0, deadline - time.monotonic()))
+        while transports := [transport for transport in transports if not transport.leave()]:
+            time.sleep(0.001)
+    finally:
+        _why = before
 
 
 @atexit.register

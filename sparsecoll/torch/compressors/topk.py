@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -164,9 +163,9 @@ class TopKCompressor(ErrorFeedback):
         return self.acc
 
     def _momenta(self) -> list[float]:
-        """Return the factors of the momentum in this step: one, or those of all parameters."""
+        """Return the factors of the momentum of all parameters in this step."""
         if self.momentum is not None:
-            return [self.momentum]
+            return [self.momentum] * len(self.layout.names)
         assert self.context.momenta is not None
         return [shorter(momentum) for momentum in self.context.momenta(self.layout.names)]
 
@@ -178,7 +177,7 @@ class TopKCompressor(ErrorFeedback):
             self.acc.momentum_later(Momentum(velocity, factors[0], new, nesterov))
             return
         acc = self.acc.flush().values
-        for factor, a, b in zip(itertools.cycle(factors), edges[:-1], edges[1:], strict=False):
+        for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
             if more:
                 new[a:b] = velocity[a:b] + (factor if nesterov else 1) * acc[a:b]
                 acc[a:b] *= 1 + factor * nesterov

@@ -150,8 +150,8 @@ def residual_dtype(dtype: torch.dtype) -> Any:
 
 
 def takes_part(p: torch.Tensor) -> bool:
-    """Return whether a parameter requires a gradient, or has one that moves it in a step although it is frozen."""
-    return p.requires_grad or (p.grad is not None and (p.grad.is_sparse or bool(p.grad.any())))
+    """Return whether a parameter requires a gradient, or has one that moves it while frozen (of shards, any)."""
+    return p.requires_grad or ((g := p.grad) is not None and (g.is_sparse or hasattr(g, "to_local") or bool(g.any())))
 
 
 def has_rows(gradient: torch.Tensor | None) -> bool:
