@@ -211,14 +211,16 @@ class Task(NamedTuple):
     unit: str = "%"  # of its quality
 
 
+BYTES = "bits per byte"
 TASKS = {
     "vgg": Task(fashion_mnist, vgg, 3, 0.1),
     "resnet": Task(fashion_mnist, resnet, 3, 0.2),
     "resnet9": Task(fashion_mnist, resnet, 9, 0.2),
     "lstm": Task(emails, lambda _: Spam(), 16, 1.0, clip=1.0),
     "mlp": Task(speech, lambda x: mlp(x.shape[1], 256, 256, 256, 64), 8, 0.1, batch=256),
-    "text": Task(addresses, lambda x: Transformer(x.shape[1]), 0.25, 2e-3, batch=32, adam=True, unit="bits per byte"),
-    "long": Task(addresses, lambda x: Transformer(x.shape[1]), 0.4786, 2e-3, batch=16, adam=True, unit="bits per byte"),
+    "text": Task(addresses, lambda x: Transformer(x.shape[1]), 0.25, 2e-3, batch=32, adam=True, unit=BYTES),
+    "large": Task(addresses, lambda x: Transformer(x.shape[1], 448), 0.125, 1e-3, batch=16, adam=True, unit=BYTES),
+    "long": Task(addresses, lambda x: Transformer(x.shape[1]), 0.4786, 2e-3, batch=16, adam=True, unit=BYTES),
     "wide": Task(fashion_mnist, lambda _: mlp(784, 2048, 2048, 10), 0.748, 0.05),
 }
 
