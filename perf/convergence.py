@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from harness import FIGURES, cell, load, markdown
 from nets import TASKS, data, quality
-from published import SparseLoCo
+from published import DeMo, SparseLoCo
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -72,8 +72,10 @@ PAPERS = {  # more of the papers' baselines
 DROP_IN, ONE_BIT, LOCAL = "SparseSGD", "OneBitAdam", "10 local steps, 10 %, 4 bits"
 DILOCO = {f"DiLoCo, {preset}": {"preset": preset} for preset in ("diloco", "sparseloco")} | {
     "DiLoCo, sparseloco, outer rate 1": {"preset": "sparseloco", "outer_lr": 1.0},
+    "DiLoCo, muloco, Muon 0.9": {"preset": "muloco"},
     "SparseLoCo as published": {"preset": "sparseloco", "compressor": SparseLoCo()},
 }
+DEMO = "DeMo as published"
 RATE = re.compile(r"(.*?)(?:, (twice|\d+(?:\.\d)? times) the rate)?")  # of any line
 MEANS = re.compile(r"Muon(?: 0\.\d+)?, every (\d+), (\d) bits(, outer momentum)?")
 SAVED = "Muon 0.9, every 4, 2 bits, outer momentum, 8 times the rate"
@@ -97,6 +99,7 @@ OTHERS = {
     "covap I = 4": lambda *_: COVAP(4),
     **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
     LOCAL: lambda *_: TopKCompressor(0.1, algo="allgather", format="packed_codes"),
+    DEMO: lambda *_: DeMo(),
     **dict.fromkeys(MUON, lambda *_: "none"),
     **dict.fromkeys((ONE_BIT, *DILOCO, *TUNED), lambda *_: None),
 }
@@ -123,7 +126,7 @@ def made_for(task, line):
     """Whether a line differs from others with the optimizer of a task."""
     if task.adam:
         return line not in (*SHORTER, DROP_IN) and "Nesterov" not in line
-    return line not in (LOCAL, ONE_BIT, *DILOCO, *TUNED) and "Muon" not in line
+    return line not in (LOCAL, ONE_BIT, DEMO, *DILOCO, *TUNED) and "Muon" not in line
 
 
 def of_diloco(line):
@@ -152,6 +155,8 @@ def optimizers(task, line, model, comm, steps):
     if "Muon" in line:
         found = re.search(r"Muon (0\.\d+)", line)
         inner = muon_and_adamw(model, rate, float(found[1]) if found else 0.95, **adam)
+    elif line == DEMO:
+        inner = torch.optim.SGD(model.parameters(), rate, weight_decay=0.1)
     elif task.adam:
         inner = torch.optim.AdamW(model.parameters(), rate, **adam)
     else:
@@ -162,7 +167,7 @@ def optimizers(task, line, model, comm, steps):
         return inner, DiLoCo(inner, model, comm, **diloco)
     compressor = LINES[line](task, steps)
     common = {"bucket_bytes": 1 << 18 if line.startswith("covap") else 25 << 20}  # it filters buckets
-    common["dense_below"] = 0 if ", 4 bits" in line else 1024
+    common["dense_below"] = 0 if ", 4 bits" in line or line == DEMO else 1024
     if line == LOCAL:
         return inner, LocalOptimizer(inner, model, comm, compressor, **common, every=10, outer_lr=2.0)
     overlap = task.clip is None

@@ -1,4 +1,4 @@
-"""Peers as published: SignSGD with majority vote in perf/training.py, SparseLoCo's code in perf/convergence.py.
+"""Peers as published: SignSGD with majority vote in perf/training.py, SparseLoCo and DeMo in perf/convergence.py.
 
 Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimisation for Non-Convex Problems" (ICML 2018), by
 an allgather as in ACP-SGD's paper.
@@ -6,18 +6,23 @@ an allgather as in ACP-SGD's paper.
 Sarfi, Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo" (2025): the largest 64 of
 each 4,096 values, 12 bits an index and 2 bits a value, in four bins over 6 standard deviations around the mean of a
 parameter's values, each with the mean of its members; all-gathered; the residual decays by 0.95.
+
+Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024): the largest 32 coefficients of the cosine
+transform of each block of 64 x 64 values (or of what divides the shape) of the momentum, which keeps 0.999 of the rest.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from scipy.fft import dctn, idctn
 
 from sparsecoll.torch.compressors import ArrayCompressor, ErrorFeedback
 from sparsecoll.torch.compressors.arrays import unpacked
 
 K, CHUNK, DECAY = 64, 4096, 0.95
 BITS = np.arange(14, dtype=np.uint16)  # of an index and a value
+COEFFICIENTS, SIDE, KEEP = 32, 64, 0.999
 
 
 @dataclass
@@ -93,3 +98,47 @@ class SparseLoCo(ErrorFeedback):
                 inside = places < length
                 out[part][places[inside]] += means[words[inside] >> 12]
         out /= self.size
+
+
+@dataclass
+class DeMo(ArrayCompressor):
+    """The compressor: signs of the mean."""
+
+    name = "published demo"
+    dense_below = 0
+
+    def compensate(self, gradient, scale=1.0, source=None):
+        """acc = KEEP * residual + gradient."""
+        return super().compensate(gradient, KEEP, source)
+
+    def _blocks(self, values):
+        """Return a view of each parameter in `values`, (rows, height, columns, width)."""
+        for t in self.layout.by_name(values).values():
+            shape = (1,) * (2 - t.ndim) + tuple(t.shape)
+            height, width = (max(side for side in range(1, SIDE + 1) if length % side == 0) for length in shape)
+            yield t.numpy().reshape(shape[0] // height, height, shape[1] // width, width)
+
+    def compress(self, acc):
+        """Return places and values of the largest coefficients of each block."""
+        sent = []
+        for blocks in self._blocks(acc.copy()):
+            rows = dctn(blocks, axes=(1, 3), norm="ortho").swapaxes(1, 2).reshape(-1, blocks[0, :, 0].size)
+            k = min(COEFFICIENTS, rows.shape[1])
+            places = np.argpartition(np.abs(rows), -k)[:, -k:]
+            sent += [places.astype(np.uint16), np.take_along_axis(rows, places, 1)]
+        return sent
+
+    def decompress(self, arrays, n):
+        """Return the values of what was sent."""
+        values = np.zeros(n, np.float32)
+        for blocks, places, sent in zip(self._blocks(values), arrays[::2], arrays[1::2], strict=True):
+            rows = np.zeros((len(blocks) * blocks.shape[2], blocks[0, :, 0].size), np.float32)
+            np.put_along_axis(rows, places.reshape(len(rows), -1).astype(int), sent.reshape(len(rows), -1), 1)
+            shape = (len(blocks), blocks.shape[2], blocks.shape[1], blocks.shape[3])
+            blocks[:] = idctn(rows.reshape(shape).swapaxes(1, 2), axes=(1, 3), norm="ortho")
+        return values
+
+    def update(self, out, message, reduced):
+        """Write the signs of the mean."""
+        super().update(out, message, reduced)
+        np.sign(out, out=out)
