@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.vector.entries import Entries
-from sparsecoll.vector.values import accumulator_dtype, check_value_dtype, common_dtype, native_values
+from sparsecoll.vector.values import accumulator_dtype, check_value_dtype, common_dtype
 
 # Python's numbers have no width, so that products with bfloat16 stay in 16 bits; those of NumPy have one
 PYTHON = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.int64), complex: np.dtype(np.complex64)}
@@ -74,7 +74,7 @@ class Arithmetic(Entries):
         if not isinstance(factor, (Number, np.generic)) and not (isinstance(factor, np.ndarray) and factor.ndim == 0):
             return NotImplemented
         if "bfloat16" not in (self.dtype.name, getattr(factor, "dtype", self.dtype).name):
-            return self.with_values(native_values(operation(self.values, factor)))
+            return self.with_values(operation(self.values, factor))
         dtype = common_dtype(self.dtype, PYTHON.get(type(factor)) or np.asarray(factor).dtype)
         check_value_dtype(dtype)
         wide = accumulator_dtype(dtype)

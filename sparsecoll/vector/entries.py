@@ -14,7 +14,6 @@ from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, to_host
 from sparsecoll.telemetry.trace import listening, span
-from sparsecoll.vector.coordinates import native
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import combined, sorted_order
 from sparsecoll.vector.values import (
@@ -22,6 +21,7 @@ from sparsecoll.vector.values import (
     accumulator_dtype,
     dense_values,
     finite_difference,
+    native_values,
     not_zero,
     pairs,
     saturating_cast,
@@ -203,8 +203,11 @@ class Entries(Values):
         return self.from_sorted_unchecked(self.indices.copy(), self.values.copy(), self.length)
 
     def with_values(self, values: NDArray[Any]) -> Self:
-        """Return a vector of other values at the same indices."""
-        return self.from_sorted_unchecked(self.indices, native(values), self.length)
+        """Return a vector of other values, of the same shape, at the same indices."""
+        values = native_values(values)
+        if values.shape != self.values.shape:
+            raise ValueError(f"values: expected shape {self.values.shape}, got {values.shape}")
+        return self.from_sorted_unchecked(self.indices, values, self.length)
 
     # Parts
 
@@ -262,7 +265,7 @@ class Entries(Values):
 
     def _between(self, start: int, stop: int) -> Self:
         a, b = self._position(start), self._position(stop)
-        indices = self.indices[a:b] - self.indices.dtype.type(start) if start else self.indices[a:b]
+        indices = self.indices[a:b] - self.indices.dtype.type(start) if start and a < b else self.indices[a:b]
         length = stop - start
         return self.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), self.values[a:b], length)
 

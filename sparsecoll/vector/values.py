@@ -107,8 +107,8 @@ def asarray(array: Any) -> Any:
 
 
 def native_values(array: Any) -> Any:
-    """Return `array` in the machine's byte order; raise TypeError if its dtype is not supported."""
-    values = asarray(array)
+    """Return `array`, contiguous and in the machine's byte order; raise TypeError if its dtype is not supported."""
+    values = contiguous(asarray(array))
     if not values.dtype.isnative:
         values = values.astype(values.dtype.newbyteorder("="))
     check_value_dtype(values.dtype)
@@ -130,7 +130,7 @@ def dense_values(array: Any) -> Any:
     values = native_values(array)
     if values.ndim != 1:
         raise ValueError(f"dense vector: expected a 1-D array, got shape {values.shape}")
-    return contiguous(values)
+    return values
 
 
 class Kind(NamedTuple):
@@ -186,7 +186,7 @@ def pairs(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES) -> tuple
     if given.size and int(given.max()) >= length:
         raise ValueError(f"{name}: expected below {kind.length} {length}, got {int(given.max())}")
     # a copy of the indices: compiled loops rely on them, and a caller may write into its own
-    return contiguous(given.astype(index_dtype(length))), contiguous(values), length
+    return contiguous(given.astype(index_dtype(length))), values, length
 
 
 def checked_length(length: Any, name: str) -> int:

@@ -127,6 +127,17 @@ def test_values_of_the_other_byte_order_are_converted():
         assert SparseVector.merge([X, X], np.dtype(dtype)).astype(np.complex128) == 2 * X.astype(complex)
 
 
+def test_values_of_any_layout_are_stored_contiguous():
+    table = np.arange(1.0, 7).reshape(2, 3)
+    rows = RowSparse([1, 4], table, 6).with_values(np.asfortranarray(table))
+    assert rows + rows == 2 * RowSparse([1, 4], table, 6)
+    strided = np.array([2.0, 0, -3.0, 0])[::2]
+    for x in (X.with_values(strided), as_vector(strided), SparseVector([1, 4], strided, 6)):
+        assert x.values.flags.c_contiguous and x.topk(1).values.tolist() == [-3]
+    with pytest.raises(ValueError, match=r"values: expected shape \(2,\), got \(1,\)"):
+        X.with_values(np.ones(1))
+
+
 def test_what_an_array_has():
     assert X.shape == (6,) and X.size == len(X) == 6 and X.ndim == 1 and X.nnz == 2
     assert repr(X) == "SparseVector(length=6, nnz=2, density=0.333, dtype=float64, entries={1: 2, 4: -3})"
@@ -161,6 +172,7 @@ def test_indexing_beyond_32_bits():
     part = x[2**40 - 1 : 2**40 + 2**31]
     assert part.indices.tolist() == [1] and part.indices.dtype == np.uint32
     assert SparseVector([1], np.ones(1), 2**32)[1 : 2**32].length == 2**32 - 1
+    assert SparseVector([1], np.ones(1), 2**32)[2**32 :].length == 0
 
 
 def test_arithmetic_is_that_of_arrays():
@@ -294,6 +306,7 @@ def test_to_and_from_scipy(form):
     sparse = pytest.importorskip("scipy.sparse")
     dense = X.to_dense().reshape(2, 3)
     x = X.to_scipy((2, 3), form)
+    assert SparseVector.from_scipy((x * (1 + 1j)).real).topk(1).values.tolist() == [-3]  # whose data has strides
     assert x.format == form and isinstance(x, getattr(sparse, f"{form}_array"))
     np.testing.assert_array_equal(x.toarray(), dense)
     assert SparseVector.from_scipy(x) == X
