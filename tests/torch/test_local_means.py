@@ -56,6 +56,24 @@ def test_buffers_are_sent_only_when_they_have_changed():
     assert sent < 10_000 and same == other and same[0] == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"alpha": 0.5}])
+@pytest.mark.parametrize("steps", range(12, 16))
+def test_buffers_are_the_same_after_means_that_were_under_way(options, steps):
+    def program(comm):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(12, 3), torch.nn.BatchNorm1d(3))
+        optimizer = local(comm, model, delay=3, **options)
+        train(comm, model, optimizer, range(steps), torch.float32)
+        optimizer.synchronize()
+        first = model[1].running_mean.tolist()
+        model(torch.full((2, 12), float(comm.rank)))  # nothing moves since
+        optimizer.synchronize()
+        return first, model[1].running_mean.tolist()
+
+    one, other = simulate(2, program).results
+    assert one == other
+
+
 def storage_bytes():
     """Bytes of the memory that tensors hold which Python knows and has made since gc.freeze()."""
     tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]  # not torch.compile's

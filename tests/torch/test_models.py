@@ -5,7 +5,7 @@ import torch
 from nets import batch, bits, loss_of, net, train
 
 from sparsecoll import simulate
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, broadcast
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, OneBitAdam, SparseSGD, broadcast
 
 
 def wrapped(model, comm):
@@ -14,6 +14,14 @@ def wrapped(model, comm):
 
 def sparse(model, comm):
     return SparseSGD(model.parameters(), 0.1, comm=comm)
+
+
+def local(model, comm):
+    return LocalOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, every=2)
+
+
+def one_bit(model, comm):
+    return OneBitAdam(model.parameters(), 0.01, warm_up=2, every=1, comm=comm)
 
 
 def lazy(rank=0):
@@ -62,3 +70,19 @@ def test_scripted_traced_and_compiled_models_train_as_plain_ones(make, kind):
 
     for plain, other in simulate(1 if kind == "compile" else 2, program).results:
         assert plain == other
+
+
+@pytest.mark.parametrize("make", [wrapped, sparse, local, one_bit])
+def test_a_step_in_a_compiled_function_is_a_plain_step(make):
+    def program(comm, compile_):
+        model = net()
+        optimizer = make(model, comm)
+        step = compile_(lambda: optimizer.step())
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(model, batch(0, number)).backward()
+            step()
+        return bits(model)
+
+    compiled = simulate(1, lambda comm: program(comm, lambda step: torch.compile(step, backend="eager"))).results
+    assert compiled == simulate(1, lambda comm: program(comm, lambda step: step)).results

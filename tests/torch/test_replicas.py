@@ -274,8 +274,9 @@ def test_parameters_that_were_converted_after_wrapping_are_refused():
 
 def test_a_module_that_scales_the_rows_it_looks_up_is_refused():
     def program(comm):
-        with pytest.raises(ValueError, match="Embedding '0': expected max_norm=None"):
-            wrapped(torch.nn.Sequential(torch.nn.Embedding(9, 3, max_norm=1.0)), comm)
+        for make in (wrapped, local):
+            with pytest.raises(ValueError, match="Embedding '0': expected max_norm=None"):
+                make(torch.nn.Sequential(torch.nn.Embedding(9, 3, max_norm=1.0)), comm)
 
     simulate(2, program)
 

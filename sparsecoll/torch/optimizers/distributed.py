@@ -20,7 +20,7 @@ from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.replica.replica import restoring_groups
 from sparsecoll.torch.tensors.model import Named, model_of, named, of_optimizer
-from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, state_dict_hooks
+from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, state_dict_hooks, untraced
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 
@@ -304,7 +304,8 @@ class DistributedOptimizer(Wrapper):
         if unscaled:
             self._scaling.overflows(self)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all ranks; collective.
 
         Args:

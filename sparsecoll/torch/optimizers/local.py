@@ -23,7 +23,13 @@ from sparsecoll.torch.reduction.pace import Outer, OuterOptimizers, Pace
 from sparsecoll.torch.reduction.rounds import ElasticGroup
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.replica.calls import Options, agreeing, collective, communicator
-from sparsecoll.torch.replica.guards import refuse_steps_outside, refuse_wrapped, warn_of_momentum, warn_of_state
+from sparsecoll.torch.replica.guards import (
+    refuse_renormalized,
+    refuse_steps_outside,
+    refuse_wrapped,
+    warn_of_momentum,
+    warn_of_state,
+)
 from sparsecoll.torch.tensors.model import (
     Named,
     check_whole,
@@ -35,7 +41,7 @@ from sparsecoll.torch.tensors.model import (
     of_optimizer,
     own_part,
 )
-from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, values_of
+from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, untraced, values_of
 from sparsecoll.transport import LocalTransport, as_transport
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
@@ -144,6 +150,7 @@ class LocalOptimizer(Wrapper):
         def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, list[torch.optim.Optimizer], Pace]:
             pace = Pace(every, fragments, delay, alpha, weight)
             refuse_wrapped(model, "named_parameters")
+            refuse_renormalized(model, transport)
             own = as_compressor(compressor)
             most = own.best_bucket(transport.size) if bucket_bytes is None else bucket_bytes
             below = own.dense_below if dense_below is None else dense_below
@@ -185,7 +192,8 @@ class LocalOptimizer(Wrapper):
 
     _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the wrapped optimizer on this rank; every `every`-th call also takes a mean.
 
         Args:

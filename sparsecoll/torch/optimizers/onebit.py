@@ -23,7 +23,7 @@ from sparsecoll.torch.replica.guards import refuse_wrapped
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import cut
 from sparsecoll.torch.tensors.model import Named, check_whole, model_of, sparse_weights
-from sparsecoll.torch.tensors.private import is_called_by_scaler
+from sparsecoll.torch.tensors.private import is_called_by_scaler, untraced
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.all_ranks import barrier
 from sparsecoll.transport.call import CollectiveCall
@@ -278,7 +278,8 @@ class OneBitAdam(Wrapper):
 
     # -- as the optimizer of the stage
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; collective after the warm-up, and in every `every`-th step of it.
 
         Args:

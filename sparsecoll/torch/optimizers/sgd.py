@@ -33,7 +33,7 @@ from sparsecoll.torch.replica.guards import NO_MEAN, fingerprint, refuse_wrapped
 from sparsecoll.torch.replica.replica import Replica, restoring_groups
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Watch, model_of, momenta_of
-from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step
+from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, untraced
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 
@@ -210,10 +210,11 @@ class SparseSGD(torch.optim.Optimizer):
         """Whether GradScaler.step() leaves unscaling and the decision to `step`."""
         return self._scaling.asks_for_steps(True)
 
+    @untraced
     @agreeing("_replica.agreed")
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all ranks; collective.
 
         Args:

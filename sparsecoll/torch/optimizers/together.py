@@ -27,6 +27,7 @@ class Together(torch.optim.Optimizer):
         self.param_groups = [group for own in optimizers for group in own.param_groups]
         for own in optimizers:
             self.state.update(own.state)
+            own.add_param_group = self.add_param_group  # type: ignore[method-assign]
         self._share()
 
     def _share(self) -> None:
@@ -51,7 +52,7 @@ class Together(torch.optim.Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after the start: the group would belong to none of them."""
+        """Refused after the start, for these optimizers, too: the group would belong to one of them or to all."""
         if hasattr(self, "_optimizers"):
             raise RuntimeError("add_param_group: expected one inner optimizer, got several: make this one anew")
         super().add_param_group(param_group)

@@ -269,7 +269,7 @@ class Means(Window):
                 self.steps += mean.steps if outcome.over else 0
             if outcome.over:
                 outcome.modules = [True] * len(outcome.modules)  # which ranks without data do not tell
-            if (outcome.trainable or outcome.over) and not mean.delayed:
+            if not mean.delayed:
                 self.replica.broadcast_buffers(outcome)
         del self._under_way[0]
         if counts:

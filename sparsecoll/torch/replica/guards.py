@@ -65,7 +65,10 @@ def refuse_steps_outside(wrapper: Any) -> None:
         own = known()
         if own is not None and not (own._steps_inside or own._closed or is_trial_step(inner)):
             kind = type(own).__name__
-            raise RuntimeError(f"step: expected that of {kind}, got that of the optimizer inside: call {kind}.step()")
+            raise RuntimeError(
+                f"step: expected that of {kind}, got that of the optimizer inside: call {kind}.step(), or close() an"
+                f" older {kind} first"
+            )
 
     for inner in getattr(wrapper.optimizer, "_optimizers", [wrapper.optimizer]):
         if hasattr(inner, "register_step_pre_hook"):
