@@ -16,6 +16,10 @@ def sparse(model, comm):
     return SparseSGD(model.parameters(), 0.1, comm=comm)
 
 
+def default(model, comm):
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, 0.9), model, comm)
+
+
 def local(model, comm):
     return LocalOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, every=2)
 
@@ -72,12 +76,16 @@ def test_scripted_traced_and_compiled_models_train_as_plain_ones(make, kind):
         assert plain == other
 
 
-@pytest.mark.parametrize("make", [wrapped, sparse, local, one_bit])
-def test_a_step_in_a_compiled_function_is_a_plain_step(make):
+@pytest.mark.parametrize(
+    ("make", "inside"), [*((m, False) for m in (wrapped, sparse, local, one_bit)), (default, True)]
+)
+def test_a_compiled_step_is_a_plain_step(make, inside):
     def program(comm, compile_):
         model = net()
         optimizer = make(model, comm)
-        step = compile_(lambda: optimizer.step())
+        step = optimizer.step if inside else compile_(lambda: optimizer.step())
+        if inside:
+            optimizer.optimizer.step = compile_(optimizer.optimizer.step)
         for number in range(4):
             optimizer.zero_grad()
             loss_of(model, batch(0, number)).backward()

@@ -383,7 +383,7 @@ class SparseSGD(torch.optim.Optimizer):
         if self._replica.changed():
             self._introduce()
         plain = {name: value for name, value in state_dict.items() if name != STATE}
-        self._flat.load_state_dict(state_dict, lambda: super(SparseSGD, self).load_state_dict(plain))
+        self._flat.load_state_dict(state_dict, self, lambda: super(SparseSGD, self).load_state_dict(plain))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

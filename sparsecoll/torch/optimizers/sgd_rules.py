@@ -25,7 +25,7 @@ from sparsecoll.torch.compressors.topk import TopKCompressor, shorter
 from sparsecoll.torch.reduction.accumulator import SparseSum
 from sparsecoll.torch.tensors.layout import CPU, CpuDevice, Layout, device_of, residual_dtype, rows_like
 from sparsecoll.torch.tensors.model import check_whole
-from sparsecoll.torch.tensors.private import first_post_hook
+from sparsecoll.torch.tensors.private import first_post_hook, untraced
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 logger = logging.getLogger(__name__)
@@ -205,11 +205,12 @@ class WithoutMomentum:
             return loss
 
         hooks = [first_post_hook(self._optimizer, self.restore)]
+        step = untraced(self._optimizer.step)  # a compiled step keeps the groups with which it was traced
         try:
             if closure is not None:
-                return self._optimizer.step(evaluated)
+                return step(evaluated)
             hooks.append(self._optimizer.register_step_pre_hook(self.replace))  # after those of the user
-            return self._optimizer.step()
+            return step()
         finally:
             self.restore()
             for hook in hooks:

@@ -22,6 +22,7 @@ from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.rows import RowSum
 from sparsecoll.torch.reduction.state import STATE, renamed_state
 from sparsecoll.torch.replica.calls import Outcome
+from sparsecoll.torch.replica.guards import checksum_of_state, undoing
 from sparsecoll.torch.replica.replica import Replica, changes
 from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.torch.tensors.model import Named
@@ -201,9 +202,16 @@ class Accumulator(Owner):
         rated = {new[name]: rated for name, rated in self._rated.items() if name in new}
         return {**renamed_state(state, new), "params": list(names.values()), "rated": rated}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], load: Callable[[], Any]) -> None:
-        """Load a state as `Buckets.load_state_dict` does; parameters are matched by order, not by name. Collective."""
-        own = self._buckets.load_state_dict(lambda: self._own(state_dict), load)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer, load: Callable[[], Any]
+    ) -> None:
+        """Load a state as `Buckets.load_state_dict` does, and the optimizer's by `load`; parameters are matched by
+        order, not by name. Collective.
+        """
+        with undoing(optimizer):
+            own = self._buckets.load_state_dict(
+                lambda: self._own(state_dict), lambda: load() or checksum_of_state(optimizer)
+            )
         self.laid_out, self._rated = set(), dict(own.get("rated", {}))
 
     def _own(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -14,10 +14,11 @@ from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compress
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.rows import RowBucket, RowSum
 from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
+from sparsecoll.torch.replica.guards import STATES, checksum_of
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part
 from sparsecoll.torch.tensors.private import values_of
-from sparsecoll.transport.all_ranks import allgather, barrier, broadcast
+from sparsecoll.transport.all_ranks import allgather, broadcast
 from sparsecoll.transport.call import CollectiveCall
 
 logger = logging.getLogger(__name__)
@@ -259,7 +260,8 @@ class Buckets:
 
         Args:
             state: returns the state; None begins with empty residuals. What it raises is raised on all ranks.
-            load: loads the rest, once the state has been found to fit (see `check`).
+            load: loads the rest, once the state has been found to fit (see `check`), and returns a checksum of what is
+                the same on all ranks.
 
         Returns:
             The state; an empty one for None.
@@ -277,10 +279,12 @@ class Buckets:
             call.signature |= {"order of parameters": order}
             call.agree()
             try:
-                load()
+                loaded = load()
             except KeyError as error:
                 raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
-            barrier(replica.transport)  # none returns before all have loaded
+            same = [] if own is None else [own["tensors"].get(kind, {}) for kind in sorted(own["replicated"])]
+            call.signature[STATES] = [loaded, checksum_of(same)]
+            call.agree()
             return own or {"step": 0, "order": [], "tensors": {}, "compressor": ""}
 
         own = replica.call("load_state_dict", read)

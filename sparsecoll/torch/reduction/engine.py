@@ -29,6 +29,7 @@ from sparsecoll.torch.reduction.steps import State
 from sparsecoll.torch.replica.calls import NO_OUTCOME, Options, agreeing, mean_of_loss
 from sparsecoll.torch.replica.guards import (
     NO_MEAN,
+    STATES,
     checksum_of_state,
     refuse_ddp,
     warn_of_adam,
@@ -39,11 +40,8 @@ from sparsecoll.torch.replica.replica import Members, Replica, changes, check_ad
 from sparsecoll.torch.tensors.model import Named, Watch, momenta_of, names_in_groups, options_of
 from sparsecoll.torch.tensors.private import at_end_of_backward
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import CollectiveCall
 
 logger = logging.getLogger(__name__)
-
-STATES = "checksum of the optimizer's state (load the same one on all ranks)"
 
 
 class Engine(Reducer):
@@ -370,18 +368,15 @@ class Engine(Reducer):
         self.commit_if_updated()
         return {STATE: renamed_state(self.buckets.state_dict(self.steps.unstepped), self.members.kept())}
 
-    def _compare_states(self, call: CollectiveCall) -> None:
-        call.signature[STATES] = checksum_of_state(self._optimizer)
-        call.agree()
-
     @agreeing("replica.agreed")
-    def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], Any]) -> None:
         """Load a state, on all ranks or on none, as `Buckets.load_state_dict` does. Collective."""
         if self.members.changed():
             self.discard()
             self.regroup()
-        self.buckets.load_state_dict(lambda: part_of(state, local=False), load)
-        self.replica.call("load_state_dict", self._compare_states)
+        self.buckets.load_state_dict(
+            lambda: part_of(state, local=False), lambda: load() or checksum_of_state(self._optimizer)
+        )
         self.means.clear()
         self._end()
         self.gradients.to(State.EMPTY)

@@ -17,6 +17,7 @@ from sparsecoll.torch.reduction.pace import Mean, OuterOptimizers, Pace
 from sparsecoll.torch.reduction.shards import Path, as_shard, mesh_of, place_of, read
 from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, local_of, local_parts, renamed_state
 from sparsecoll.torch.replica.calls import Options
+from sparsecoll.torch.replica.guards import undoing
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, are_equal, options_of, own_part
@@ -257,7 +258,8 @@ class Window(Owner):
             load()
             self._outer.load_state_dict(own["outer"])
 
-        self._buckets.load_state_dict(checked, load_all)
+        with undoing(*self._outer.optimizers):
+            self._buckets.load_state_dict(checked, load_all)
         with torch.no_grad():
             for tensors, kind in ((self._shared, "shared"), (self._own, "own")):
                 for name, t in own[kind].items():

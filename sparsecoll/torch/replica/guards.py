@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import weakref
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from sparsecoll.transport.all_ranks import allgather
 
 logger = logging.getLogger(__name__)
 
+STATES = "checksum of the optimizer's state (load the same one on all ranks)"
 NO_MEAN = "Leave it so: with momentum before the compression, there is no mean gradient to clip"
 CURE = (
     "which would put its own, dense means in place of the compressed ones: leave the model as it is (with Accelerate,"
@@ -94,17 +96,34 @@ def warn_if_equal(transport: Transport, digest: int) -> None:
         )
 
 
-def checksum_of_state(optimizer: torch.optim.Optimizer) -> int:
-    """Return a checksum of the numbers and the tensors on this rank in an optimizer's state, 0 without any."""
+def checksum_of(states: Iterable[Mapping[Any, Any]]) -> int:
+    """Return a checksum of the numbers and the tensors on this rank in states by name, 0 without any."""
     checksum = 0
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        for name, value in sorted(optimizer.state.get(p, {}).items(), key=lambda pair: str(pair[0])):
-            for part in value if isinstance(value, (list, tuple)) else (value,):
-                if torch.is_tensor(part):
-                    checksum = zlib.crc32(bits_of(values_of(own_part(part))), zlib.crc32(str(name).encode(), checksum))
-                elif isinstance(part, (bool, int, float)):
-                    checksum = zlib.crc32(f"{name} {float(part)}".encode(), checksum)
+    for name, value in (pair for own in states for pair in sorted(own.items(), key=lambda pair: str(pair[0]))):
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if torch.is_tensor(part):
+                checksum = zlib.crc32(bits_of(values_of(own_part(part))), zlib.crc32(str(name).encode(), checksum))
+            elif isinstance(part, (bool, int, float)):
+                checksum = zlib.crc32(f"{name} {float(part)}".encode(), checksum)
     return checksum
+
+
+def checksum_of_state(optimizer: torch.optim.Optimizer) -> int:
+    """Return the checksum of an optimizer's state."""
+    return checksum_of(optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
+
+
+@contextlib.contextmanager
+def undoing(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
+    """Context manager of loading: what raises leaves optimizers with their states and groups."""
+    own = [one for optimizer in optimizers for one in (optimizer, *getattr(optimizer, "_optimizers", ()))]
+    kept = [(one.state, one.param_groups) for one in own]
+    try:
+        yield
+    except Exception:
+        for one, (state, groups) in zip(own, kept, strict=True):
+            one.state, one.param_groups = state, groups
+        raise
 
 
 def warn_of_state(optimizer: torch.optim.Optimizer, transport: Transport) -> None:
