@@ -27,8 +27,7 @@ class CLTk(Algorithm):
     2. All ranks sum the values that they have at these indices, as `dense` does: no rank sends an index.
 
     The result has k entries however many ranks there are, and no rank but the leader selects. It approximates the top k
-    of the sum as far as ranks have their large entries at the same indices, as accumulated gradients do. x may be
-    dense or sparse.
+    of the sum as far as ranks have their large entries at the same indices, as accumulated gradients do.
 
     Volume: at most k words of indices, and 2k(P-1)/P of values, in ceil(log2 P) messages of the broadcast and those of
     `dense`.

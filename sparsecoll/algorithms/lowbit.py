@@ -58,8 +58,7 @@ class LowBit(Algorithm):
             in QSGD, or "float" for floats of 8 bits (E4M3) or 4 bits (E3M0), for values of very different magnitudes.
         rounding: "stochastic" (the default) rounds up or down at random so that sums are unbiased. "nearest"
             rounds to the nearest level, for use with error feedback, since its errors are smaller; with 1 bit the
-            levels are then the mean magnitude of a bucket with both signs (EF-SignSGD), and with 2 bits 5/8 and 15/8 of
-            it.
+            levels are then a bucket's mean magnitude with both signs (EF-SignSGD), and with 2 bits 5/8 and 15/8 of it.
         bucket: number of values that share a scale (default: 512).
         seed: seed of the stochastic rounding (default: 0); each rank and call derives its own from it.
 

@@ -1,7 +1,6 @@
 """How figures look: each line has a colour, a dash and a marker of its own.
 
-Needs matplotlib. A figure is as wide as a column of text, has letters of the size of text, and is legible in black and
-white.
+Needs matplotlib. A figure is as wide as a column of text, has letters of its size, and is legible in black and white.
 """
 
 from __future__ import annotations

@@ -92,8 +92,7 @@ def allreduce(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack[Allr
             "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", or "replace" (the value of the highest rank that
             has one); or MPI.SUM, MPI.MAX, MPI.LAND and so on of mpi4py. The result has an entry wherever at least one
             rank has one. Operations other than the sum and the mean need an algorithm that computes exact sums. Sums of
-            bool are the logical or; logical operations return 1 and 0 and count NaN as true; "min" and "max" of a NaN
-            are NaN.
+            bool are the logical or; logical operations return 1 and 0 and count NaN as true; "min" and "max" keep NaN.
         return_reduction: return a Reduction with value, contributed and traffic, whose vectors are SparseVectors
             (default: False); for sums and means only.
 

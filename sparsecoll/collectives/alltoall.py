@@ -25,8 +25,7 @@ def alltoall(comm: AnyComm, x: Many[T], **options: Unpack[MoveOptions]) -> list[
         List of P vectors, in the order of the ranks that have sent them, each of the type and shape that it has there,
         rounded as on the wire. For a type of SciPy, pydata or torch, every rank needs that library.
 
-    Volume: each rank receives P - 1 messages: the entries, 2 words each in COO, and some 100 bytes that describe the
-    type.
+    Volume: each rank receives P - 1 messages: the entries, 2 words each in COO, and some 100 bytes for the type.
 
     See Also:
         `sparsecoll.alltoallv`, `sparsecoll.reduce_scatter`, which sums what a rank receives.

@@ -53,8 +53,7 @@ def reduce_scatter(comm: AnyComm, x: Any, boundaries: Edges = None, **options: U
             `sparsecoll.allreduce`.
 
     Returns:
-        This rank's part, of the same type as x (a SparseVector if x is dense), with the indices and the length of the
-        whole vector.
+        This rank's part, of the type of x (a SparseVector if x is dense), with indices and length of the whole vector.
 
     Raises:
         ValueError: On every rank, if an argument is invalid on some rank, a value is not finite, or `boundaries` are

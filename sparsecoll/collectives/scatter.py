@@ -37,8 +37,7 @@ def scatter(comm: AnyComm, x: Any, root: int = 0, boundaries: Edges = None, **op
             split. Ignored on the other ranks.
         root: rank that has x (default: 0).
         boundaries: on the root, if x is one vector: P + 1 ascending indices from 0 to the length; rank j receives the
-            entries from boundaries[j] up to boundaries[j + 1], as from `sparsecoll.reduce_scatter`. None, the default,
-            for P equal parts.
+            entries from boundaries[j] to boundaries[j + 1], as from `sparsecoll.reduce_scatter`. None: P equal parts.
         **options: format, value_dtype, timeout and check, as in `sparsecoll.allreduce`.
 
     Returns:

@@ -31,8 +31,7 @@ class DenseStreamFormat(Format):
     paper prints the ceiling, which differs below N = 2^24 for float32: two zeros take 8 bytes, a new block takes 6.) A
     vector with explicit zeros is sent as packed.
 
-    Size in bytes: 24 + 2 * ceil(log2(N) / 8) * blocks + K * (entries and zeros in blocks); equation (3) bounds the
-    number of blocks.
+    Size in bytes: 24 + 2 * ceil(log2(N) / 8) * blocks + K * (entries and zeros in blocks); (3) bounds the blocks.
     """
 
     id = 5

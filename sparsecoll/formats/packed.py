@@ -212,8 +212,7 @@ class PackedCodesFormat(PackedFormat):
     Values are rounded to the nearest float of 8 bits (E4M3) or 4 bits (E3M0: sign * scale / 2^i for i of 0 to 6, or 0),
     relative to the largest magnitude of 512 consecutive entries, the scale. Values that are levels do not change, so
     that encoding twice gives the same as encoding once. No entry is dropped; small values may arrive as zeros. Rounding
-    errors do not count as contributed, and a residual keeps them. For finite float32 and float64, which arrive as
-    float32.
+    errors do not count as contributed, and a residual keeps them. For finite float32 and float64: float32 arrives.
 
     Size in bytes: 38 + 4 * ceil(nnz / 512) + nnz * bits / 8, and the table and the coded gaps of PackedFormat. At a
     density of 1 % an entry takes 12.2 bits with 4 bits, and 40.2 with float32.

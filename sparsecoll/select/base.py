@@ -29,8 +29,7 @@ class Stateful:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a later run needs to continue with the same bits, as plain Python values.
 
-        It consists of the fields with init=False, without those with compare=False, and the state of the options that
-        have one.
+        It consists of the fields with init=False, without those with compare=False, and the options' states.
         """
         state = self._state().items()
         return {name.lstrip("_"): part.state_dict() if isinstance(part, Stateful) else part for name, part in state}
@@ -94,7 +93,7 @@ def as_vector(x: Any) -> Vector:
 
 def check_order(x: SparseVector) -> SparseVector:
     """Return x; raise NonFiniteError if it contains a NaN."""
-    if x.has_nan():
+    if x.key_range()[1] >= x.nan_key():
         raise NonFiniteError("x: expected values that can be ordered by magnitude, got NaN (in an input, or inf - inf)")
     return x
 

@@ -1,8 +1,7 @@
 """Messages from and to GPU memory. Imported with the first of them, since it needs CuPy.
 
 An MPI that accepts device pointers gets them. For any other, and for sockets, messages go through pinned host memory in
-chunks: while one chunk travels, the next one is copied. All copies are queued on the current stream; nothing waits for
-the whole device.
+chunks: while one chunk travels, the next one is copied. All copies are queued on the current stream.
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ class RowSparse(Arithmetic):
             values: array of shape (len(rows), d).
             n: number of rows of the table.
             op: how the values of a repeated row are combined: "sum" (the default; in the order given, float16 and
-                bfloat16 in float32), "min", "max", or "replace" (the last ones are kept). None raises ValueError for a
-                repeated row.
+                bfloat16 in float32), "min", "max", or "replace" (the last ones are kept). None refuses a repeated row.
 
         Raises:
             ValueError: A row is out of range, the shapes do not fit, or `op` is not one of these.

@@ -54,15 +54,9 @@ def _check_before_conversion(x: Any) -> None:
     if x.format == "csc":
         used_indices(x, width, height)
     elif x.format == "bsr":
-        used_indices(x, *block_shape(x))
+        used_indices(x, *(-(-size // max(block, 1)) for size, block in zip(x.shape, x.blocksize, strict=True)))
     elif x.format == "lil" and list(map(len, x.rows)) != list(map(len, x.data)):
         raise ValueError("x: expected as many values as indices in each row in lil format, got others")
-
-
-def block_shape(x: Any) -> tuple[int, int]:
-    """Return the rows and columns of blocks of a BSR matrix."""
-    (height, width), (m, n) = x.blocksize, x.shape
-    return -(-m // max(height, 1)), -(-n // max(width, 1))
 
 
 def to_scipy(

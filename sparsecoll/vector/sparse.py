@@ -192,10 +192,6 @@ class SparseVector(Arithmetic):
         """Return the smallest magnitude key of a NaN."""
         return nan_key(self.dtype)
 
-    def has_nan(self) -> bool:
-        """Return whether a value is NaN."""
-        return self.key_range()[1] >= self.nan_key()
-
     def has_zeros(self) -> bool:
         """Return whether a stored entry is zero."""
         return self.nnz > 0 and self.key_range()[0] == 0

@@ -38,8 +38,7 @@ class Auto(Algorithm):
        and send.
 
     In a call without k and density on up to 64 ranks, a rank sends its entries together with the arguments if
-    `allgather` is predicted to be the fastest for so many entries. If all ranks do, the call is an `allgather` without
-    further messages.
+    `allgather` is predicted to be the fastest for so many entries. If all ranks do, that is the whole `allgather`.
 
     Nothing is measured: the choice depends on n, k (or the ranks' numbers of entries), P, the bytes of a value, whether
     all ranks are on one machine, and the network. So the same input gives the same bits in every run.

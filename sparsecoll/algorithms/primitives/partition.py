@@ -25,8 +25,7 @@ def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
     Args:
         method: "histogram" for regions with equal numbers of entries, counted over all ranks, which balances any
             distribution; "average" for the mean over the ranks of each rank's own quantiles, which balances only
-            similar supports (Ok-Topk, section 3.1.1; DenseStream, section III.B.1); "even" for equal widths, for which
-            nothing is sent.
+            similar supports (Ok-Topk, section 3.1.1; DenseStream, III.B.1); "even" for equal widths, without messages.
     """
     size, length = transport.size, x.length
     if method == "even" or size == 1:

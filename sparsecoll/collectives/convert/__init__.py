@@ -1,8 +1,7 @@
 """Conversion of callers' types to vectors and back.
 
 An n-dimensional array or matrix is one long vector in C order. Values are not copied if the type allows it, and they
-stay on the GPU if they are there. A type's library is found by the name of its module, and none is imported before a
-caller uses it.
+stay on the GPU if they are there. A type's library is found by its module's name; none is imported early.
 """
 
 from __future__ import annotations

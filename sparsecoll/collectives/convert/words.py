@@ -42,7 +42,7 @@ class Text:
         text = np.frombuffer(_joined(keys), np.uint8)
         stops = np.flatnonzero(text == 0)
         if stops.size != len(keys):
-            sizes = np.array([len(_encoded(key)) for key in keys], np.int64)
+            sizes = np.array([len(k if isinstance(k, bytes) else k.encode(*ENCODING)) for k in keys], np.int64)
             stops = np.cumsum(sizes + 1) - 1
         return cls(text, _starts(stops), stops)
 
@@ -154,10 +154,6 @@ def _joined(keys: Keys) -> bytes:
     if not len(keys):
         return b""
     return b"\0".join([*keys, b""]) if isinstance(keys[0], bytes) else "\0".join([*keys, ""]).encode(*ENCODING)
-
-
-def _encoded(key: str | bytes) -> bytes:
-    return key if isinstance(key, bytes) else key.encode(*ENCODING)
 
 
 def _starts(stops: NDArray[np.int64]) -> NDArray[np.int64]:

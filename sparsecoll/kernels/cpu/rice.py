@@ -207,12 +207,8 @@ def _rice_offsets(table, count, block, out):  # type: ignore[no-untyped-def]
 def rice_block(indices: Array) -> int:
     runs = rice_runs(indices.size)
     count = min(len(runs) * RICE_BLOCKS[0], indices.size)
-    return min(RICE_BLOCKS, key=lambda block: _coded(_table(indices, runs.step, block, count), count, block))
-
-
-def _coded(table: Array, count: int, block: int) -> int:
-    """The size in bytes of the table and of what it describes."""
-    return table.nbytes + int(rice_offsets(table, count, block)[-1])
+    tables = {block: _table(indices, runs.step, block, count) for block in RICE_BLOCKS}
+    return min(tables, key=lambda block: tables[block].nbytes + int(rice_offsets(tables[block], count, block)[-1]))
 
 
 def _table(indices: Array, step: int, block: int, count: int) -> Array:

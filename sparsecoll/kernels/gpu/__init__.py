@@ -1,6 +1,5 @@
 """GPU kernels: CUDA C (the .cu files) through CuPy, on the current stream. Each equals its namesake in `reference` bit
-for bit, except for the bits inside a NaN that arithmetic makes. Arrays are CuPy's and contiguous; no sum is formed by
-atomic operations.
+for bit, except inside a NaN that arithmetic makes. Arrays are CuPy's and contiguous; no sum uses atomic operations.
 """
 
 from sparsecoll.kernels.gpu.chunks import *

@@ -1,7 +1,6 @@
 """Compressors. To add one: a file with a Compressor dataclass (or a preset of TopKCompressor), a line here, and a test.
 
-The contract tests (same bits on all ranks, gradient mass conserved where that is promised, resume bit for bit) run over
-the registry.
+The contract tests (same bits on all ranks, gradient mass conserved where promised, resume bit for bit) run over all.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from sparsecoll.vector import DenseVector
 class LowRank(ErrorFeedback):
     """Common base of PowerSGD and ACP-SGD: the matrices of a bucket, their factors, and the rest, which is sent whole.
 
-    A parameter of shape (a, b, c, ...) is a matrix with a rows. It is compressed if its two factors of rank r together
-    have fewer values.
+    A parameter of shape (a, b, c, ...) is a matrix with a rows. It is compressed if its factors have fewer values.
     """
 
     replicated_state = frozenset({"p", "q"})

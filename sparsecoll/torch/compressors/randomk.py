@@ -19,8 +19,7 @@ from sparsecoll.vector import DenseVector, SparseVector
 class RandomKCompressor(ErrorFeedback):
     """Sends k random coordinates, the same on all ranks, with error feedback (Stich, Cordonnier, Jaggi, NeurIPS 2018).
 
-    The random number generators of NumPy and torch are not used. Volume: 2k(P-1)/P words, since the dense allreduce
-    sends only values.
+    Generators of NumPy and torch are not used. Volume: 2k(P-1)/P words, since the dense allreduce sends only values.
 
     Args:
         density: k as a fraction of a bucket, in (0, 1], or a Schedule (default: 0.01).

@@ -49,8 +49,7 @@ class TopKCompressor(ErrorFeedback):
         algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, of which each bucket gets a copy (default:
             "auto").
         selector: the selector of `sparsecoll.select`; None, the default, for the algorithm's own selection, or exact
-            top-k if it has none. It must be None with an algorithm that sends all values, and with one that takes no
-            selector.
+            top-k if it has none. It must be None with an algorithm that sends all values, and one without selector.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients. Residuals keep the rounding error; rows that are sent without a residual lose it.

@@ -65,8 +65,7 @@ def attach(
     Raises:
         TypeError: The model is not fully sharded, or an argument has a wrong type.
         ValueError: The model is sharded over several dimensions of a mesh, something is attached to it already,
-            `replicas` does not contain this rank or contains ranks with other shards, or the compressor cannot be used
-            here.
+            `replicas` lacks this rank or contains ranks with other shards, or the compressor cannot be used here.
         RuntimeError: torch.distributed is not initialized, or torch is too old.
         CommunicationError: Models or arguments differ between ranks.
 

@@ -79,8 +79,7 @@ class OneBitAdam(Wrapper):
 
        What the residuals of the warm-up hold becomes part of the first acc, as do the first moments of all ranks.
     3. v is the same on all ranks: the mean of the roots of their second moments, in 8 bits, formed after `warm_up`
-       steps and after 2, 4, 8, ... times as many. A root is at least a tenth of the mean root of its parameter and of
-       its bucket.
+       steps and after 2, 4, 8, ... times as many. A root is at least a tenth of its parameter's and bucket's mean.
 
     The second moments are those of a rank's own gradients, which have more noise than their mean, so that steps would
     be shorter than those of AdamW with the global batch. `scale` makes up for it; it is estimated from the gradients of

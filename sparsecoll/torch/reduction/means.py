@@ -24,7 +24,6 @@ from sparsecoll.torch.replica.calls import JOINED, MEMBERS, Outcome, Row
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import is_finite, own_part
-from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future, in_background
@@ -178,7 +177,8 @@ class Means(Window):
                 self._reduce(part, take)
         outcome, factor = replica.agree(self._name, row, lambda _: None, failed), 1.0
         if self._pace.weight is not None:
-            factor = replica.call(self._name, lambda _: sum_weights(replica.transport, weight))
+            weights = replica.call(self._name, lambda _: allgather(replica.transport, np.array([weight])))
+            factor = len(weights) / math.fsum(weights.flat) if weights.any() else 1.0
         replica.context.step = number + 1
         return outcome, factor
 
@@ -340,9 +340,3 @@ def check_mean(bucket: Bucket) -> None:
     if not bucket.mean_is_finite():
         name = next(n for n in bucket.layout.names if not bucket.part_of_mean(n).isfinite().all())
         raise NonFiniteError(f"change of parameter {name!r}: expected a finite mean, got an overflow")
-
-
-def sum_weights(transport: Transport, weight: float) -> float:
-    """Return number of ranks / sum of their weights, or 1 if that is 0. Collective."""
-    total = math.fsum(allgather(transport, np.array([weight]))[:, 0].tolist())
-    return transport.size / total if total else 1.0

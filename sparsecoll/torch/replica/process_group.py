@@ -31,8 +31,7 @@ def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) 
 
     Accelerate, the Transformers Trainer and Lightning get rank and world size from this group and from the environment
     variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which are set
-    here, too. DistributedDataParallel needs the group for its start-up. Call it before you create any object of a
-    framework.
+    here, too. DistributedDataParallel starts up with the group. Call it before you create any object of a framework.
 
     An existing group is kept if it has the same ranks in the same order. sparsecoll's own messages continue to use
     `comm`, also where the group, or None, is passed as the communicator.

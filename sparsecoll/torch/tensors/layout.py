@@ -170,8 +170,7 @@ def in_memory_order(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return tensors by kind and parameter name with their values in the order of the parameter's memory.
 
-    DDP's buckets have this order, except for parameters with gaps in their memory. Tensors of other shapes stay as they
-    are.
+    DDP's buckets have this order, except for parameters with gaps in their memory. Others stay as they are.
 
     Args:
         back: undo it.

@@ -1,8 +1,7 @@
 """Polling MPI with patience: yield the core between polls, then sleep, each time twice as long, up to a limit.
 
 MPI has no wait that sleeps. docs/training.md has the latency and the processor time that this rule takes, as
-perf/waiting.py measures them. A yield takes half a microsecond; where ranks share cores, the one that is to send may
-need this one's.
+perf/waiting.py measures them. A yield takes half a microsecond; the rank that is to send may need this core.
 """
 
 from __future__ import annotations
