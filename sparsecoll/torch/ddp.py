@@ -68,7 +68,7 @@ class HookState:
 
     Raises:
         ValueError: The communicator and DDP's process group have different ranks (if their number is the same, this is
-            raised by the first back-propagation), the compressor does not fit, or `verify` or `timeout` is out of range.
+            raised by the first back-propagation), a compressor does not fit, or `verify` or `timeout` is out of range.
         TypeError: `grad_scaler`, `verify` or `timeout` has a wrong type, or a parameter is complex.
 
     See Also:
