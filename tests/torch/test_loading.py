@@ -81,7 +81,7 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(make):
     assert going_on(make, lacks_a_parameter) == going_on(make)
 
 
-@pytest.mark.parametrize("make", GLOBAL.values(), ids=GLOBAL)
+@pytest.mark.parametrize("make", [*GLOBAL.values(), OWN["LocalOptimizer"]], ids=[*GLOBAL, "outer"])
 def test_states_of_two_runs_are_refused_on_all_ranks(make):
     def other_run(comm):
         model = net()
