@@ -9,6 +9,7 @@ parameter's values, each with the mean of its members; all-gathered; the residua
 
 Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024): the largest 32 coefficients of the cosine
 transform of each block of 64 x 64 values (or of what divides the shape) of the momentum, which keeps 0.999 of the rest.
+Its code multiplies gradients by the learning rate first, which makes a difference where that changes.
 """
 
 from dataclasses import dataclass
@@ -128,17 +129,27 @@ class DeMo(ArrayCompressor):
             sent += [places.astype(np.uint16), np.take_along_axis(rows, places, 1)]
         return sent
 
+    def _mean(self, values, messages):
+        """Write the values of messages' coefficients, each the mean over those that have it."""
+        for number, blocks in enumerate(self._blocks(values)):
+            rows, counts = np.zeros((2, len(blocks) * blocks.shape[2], blocks[0, :, 0].size), np.float32)
+            for arrays in messages:
+                places, sent = (array.reshape(len(rows), -1) for array in arrays[2 * number : 2 * number + 2])
+                at = np.arange(len(rows))[:, None], places  # unique in a message
+                rows[at] += sent
+                counts[at] += 1
+            shape = (len(blocks), blocks.shape[2], blocks.shape[1], blocks.shape[3])
+            mean = (rows / np.maximum(counts, 1)).reshape(shape).swapaxes(1, 2)
+            blocks[:] = idctn(mean, axes=(1, 3), norm="ortho")
+
     def decompress(self, arrays, n):
         """Return the values of what was sent."""
         values = np.zeros(n, np.float32)
-        for blocks, places, sent in zip(self._blocks(values), arrays[::2], arrays[1::2], strict=True):
-            rows = np.zeros((len(blocks) * blocks.shape[2], blocks[0, :, 0].size), np.float32)
-            np.put_along_axis(rows, places.reshape(len(rows), -1).astype(int), sent.reshape(len(rows), -1), 1)
-            shape = (len(blocks), blocks.shape[2], blocks.shape[1], blocks.shape[3])
-            blocks[:] = idctn(rows.reshape(shape).swapaxes(1, 2), axes=(1, 3), norm="ortho")
+        self._mean(values, [arrays])
         return values
 
     def update(self, out, message, reduced):
-        """Write the signs of the mean."""
+        """Write the signs of the mean, and subtract what this rank has sent."""
         super().update(out, message, reduced)
+        self._mean(out, [unpacked(block) for block in reduced])
         np.sign(out, out=out)

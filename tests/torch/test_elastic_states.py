@@ -62,6 +62,22 @@ def test_frozen_parameters_that_a_worker_changes_itself_stay_its_own():
     assert together(lambda: work(0), lambda: work(1)) == [[-3.0, 3.0], [-3.0, 6.0]]
 
 
+def test_buffers_stay_each_workers_own():
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(12, 3), torch.nn.BatchNorm1d(3)).double()
+    store, models = dist.HashStore(), [layers, copy.deepcopy(layers)]
+
+    def work(rank):
+        optimizer = made(store, models[rank], f"worker {rank}", workers=2, every=2)
+        train(rank, optimizer, models[rank], 8)
+        return bits(models[rank]), models[rank][1].running_mean.tolist()
+
+    (one, mean), (other, another) = together(lambda: work(0), lambda: work(1))
+    assert one == other and mean != another
+    with pytest.raises(ValueError, match="Embedding '0': expected max_norm=None"):
+        made(store, torch.nn.Sequential(torch.nn.Embedding(9, 3, max_norm=1.0)), "worker 2")
+
+
 @pytest.mark.parametrize("first", ["model", "wrapper"])
 def test_a_worker_that_returns_with_its_own_state_begins_where_the_others_are(first):
     store, model = dist.HashStore(), net()

@@ -291,6 +291,8 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
         again, other = trained(comm, 1)
         with pytest.raises(ValueError, match=r"expected one from after the warm-up.*make a new OneBitAdam"):
             optimizer.load_state_dict(early)
+        new, plain = trained(comm, 0)
+        plain.load_state_dict(torch.optim.AdamW(new.parameters(), RATE).state_dict())
         for own in (optimizer, other):  # what get_optimizer_state_dict leaves of `late`
             with pytest.raises(ValueError, match="expected moments, got none: torch's functions lose those"):
                 own.load_state_dict({key: late[key] for key in ("state", "param_groups")})

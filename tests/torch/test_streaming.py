@@ -346,6 +346,8 @@ def test_several_inner_optimizers_step_together_and_resume():
         for own in (resumed, made_of[0]):
             with pytest.raises(RuntimeError, match="expected one inner optimizer, got several"):
                 own.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+        optimizer.close()
+        made_of[0].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, 3))]})
         return expected
 
     assert len(set(simulate(2, program).results)) == 1

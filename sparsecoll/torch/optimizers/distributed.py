@@ -17,7 +17,7 @@ from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator
-from sparsecoll.torch.replica.guards import refuse_wrapped, undoing, warn_of_state
+from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.replica.replica import restoring_groups
 from sparsecoll.torch.tensors.model import Named, model_of, named, of_optimizer
 from sparsecoll.torch.tensors.private import is_called_by_scaler, is_trial_step, state_dict_hooks, untraced
@@ -130,8 +130,7 @@ class Wrapper(torch.optim.Optimizer):
     def _load(self, state: dict[str, Any]) -> None:
         """Load a state, on all ranks or on none. Collective."""
         inner = {name: value for name, value in state.items() if name not in (STATE, LOCAL)}
-        with undoing(self.optimizer):
-            self._engine.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
+        self._engine.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")

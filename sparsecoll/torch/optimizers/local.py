@@ -150,7 +150,7 @@ class LocalOptimizer(Wrapper):
         def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, list[torch.optim.Optimizer], Pace]:
             pace = Pace(every, fragments, delay, alpha, weight)
             refuse_wrapped(model, "named_parameters")
-            refuse_renormalized(model, transport)
+            refuse_renormalized(model if group or transport.size > 1 else None)
             own = as_compressor(compressor)
             most = own.best_bucket(transport.size) if bucket_bytes is None else bucket_bytes
             below = own.dense_below if dense_below is None else dense_below
@@ -353,6 +353,8 @@ class LocalOptimizer(Wrapper):
         """Take no more means: each rank continues by itself."""
         self._closed = True
         self._engine.close()
+        for inner in getattr(self.optimizer, "_optimizers", ()):
+            vars(inner).pop("add_param_group", None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's zero_grad."""

@@ -259,7 +259,7 @@ class OneBitAdam(Wrapper):
     def _load(self, state: dict[str, Any]) -> None:
         def stage(call: CollectiveCall) -> bool:
             of_warm_up = LOCAL in state or STATE not in state
-            if STATE not in state and not state.get("state"):
+            if STATE not in state and any("dampening" in group for group in state.get("param_groups", ())):
                 raise ValueError(
                     "state_dict: expected moments, got none: torch's functions lose those from after the warm-up: save"
                     " optimizer.state_dict() of every rank with sparsecoll.torch.save"

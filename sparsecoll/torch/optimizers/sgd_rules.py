@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import numbers
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -205,7 +206,9 @@ class WithoutMomentum:
             return loss
 
         hooks = [first_post_hook(self._optimizer, self.restore)]
-        step = untraced(self._optimizer.step)  # a compiled step keeps the groups with which it was traced
+        step = self._optimizer.step
+        if not inspect.ismethod(step):  # a compiled step keeps the groups with which it was traced
+            step = untraced(step)
         try:
             if closure is not None:
                 return step(evaluated)

@@ -22,7 +22,6 @@ from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.rows import RowSum
 from sparsecoll.torch.reduction.state import STATE, renamed_state
 from sparsecoll.torch.replica.calls import Outcome
-from sparsecoll.torch.replica.guards import checksum_of_state, undoing
 from sparsecoll.torch.replica.replica import Replica, changes
 from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.torch.tensors.model import Named
@@ -208,10 +207,7 @@ class Accumulator(Owner):
         """Load a state as `Buckets.load_state_dict` does, and the optimizer's by `load`; parameters are matched by
         order, not by name. Collective.
         """
-        with undoing(optimizer):
-            own = self._buckets.load_state_dict(
-                lambda: self._own(state_dict), lambda: load() or checksum_of_state(optimizer)
-            )
+        own = self._buckets.load_state_dict(lambda: self._own(state_dict), load, same=[optimizer])
         self.laid_out, self._rated = set(), dict(own.get("rated", {}))
 
     def _own(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compress
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.rows import RowBucket, RowSum
 from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
-from sparsecoll.torch.replica.guards import STATES, checksum_of
+from sparsecoll.torch.replica.guards import STATES, checksum_of, checksum_of_state, undoing
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part
 from sparsecoll.torch.tensors.private import values_of
@@ -254,14 +254,19 @@ class Buckets:
         }
 
     def load_state_dict(
-        self, state: Callable[[], Mapping[str, Any] | None], load: Callable[[], Any] = lambda: None
+        self,
+        state: Callable[[], Mapping[str, Any] | None],
+        load: Callable[[], Any] = lambda: None,
+        same: Sequence[torch.optim.Optimizer] = (),
+        others: Sequence[torch.optim.Optimizer] = (),
     ) -> Mapping[str, Any]:
         """Load what `state_dict` returned, on all ranks or on none; buckets are created as they were. Collective.
 
         Args:
             state: returns the state; None begins with empty residuals. What it raises is raised on all ranks.
-            load: loads the rest, once the state has been found to fit (see `check`), and returns a checksum of what is
-                the same on all ranks.
+            load: loads the rest, once the state has been found to fit (see `check`).
+            same: the optimizers that `load` loads whose states are the same on all ranks.
+            others: the other optimizers that it loads.
 
         Returns:
             The state; an empty one for None.
@@ -279,15 +284,16 @@ class Buckets:
             call.signature |= {"order of parameters": order}
             call.agree()
             try:
-                loaded = load()
+                load()
             except KeyError as error:
                 raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
-            same = [] if own is None else [own["tensors"].get(kind, {}) for kind in sorted(own["replicated"])]
-            call.signature[STATES] = [loaded, checksum_of(same)]
+            tensors = [] if own is None else [own["tensors"].get(kind, {}) for kind in sorted(own["replicated"])]
+            call.signature[STATES] = [checksum_of(tensors), *map(checksum_of_state, same)]
             call.agree(entries=0)  # by messages: none returns before all have loaded
             return own or {"step": 0, "order": [], "tensors": {}, "compressor": ""}
 
-        own = replica.call("load_state_dict", read)
+        with undoing(*same, *others):
+            own = replica.call("load_state_dict", read)
         if not own["compressor"]:
             self._warn_of_loss()
         self._pairs, self.index_of, self._parked, self._base = [], {}, own["tensors"], {}  # all or none

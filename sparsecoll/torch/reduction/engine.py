@@ -374,9 +374,7 @@ class Engine(Reducer):
         if self.members.changed():
             self.discard()
             self.regroup()
-        self.buckets.load_state_dict(
-            lambda: part_of(state, local=False), lambda: load() or checksum_of_state(self._optimizer)
-        )
+        self.buckets.load_state_dict(lambda: part_of(state, local=False), load, same=[self._optimizer])
         self.means.clear()
         self._end()
         self.gradients.to(State.EMPTY)

@@ -17,7 +17,6 @@ from sparsecoll.torch.reduction.pace import Mean, OuterOptimizers, Pace
 from sparsecoll.torch.reduction.shards import Path, as_shard, mesh_of, place_of, read
 from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, local_of, local_parts, renamed_state
 from sparsecoll.torch.replica.calls import Options
-from sparsecoll.torch.replica.guards import checksum_of_state, undoing
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, are_equal, options_of, own_part
@@ -254,13 +253,11 @@ class Window(Owner):
             own.update(local_of(given, self._own, place_of(self._params.values())))
             return given.get(STATE)
 
-        def load_all() -> list[int]:
+        def load_all() -> None:
             load()
             self._outer.load_state_dict(own["outer"])
-            return [checksum_of_state(outer) for outer in self._outer.optimizers]
 
-        with undoing(*self._outer.optimizers):
-            self._buckets.load_state_dict(checked, load_all)
+        self._buckets.load_state_dict(checked, load_all, same=self._outer.optimizers, others=[self._optimizer])
         with torch.no_grad():
             for tensors, kind in ((self._shared, "shared"), (self._own, "own")):
                 for name, t in own[kind].items():

@@ -39,10 +39,10 @@ def refuse_wrapped(model: Any, argument: str) -> None:
         raise TypeError(f"{argument}: expected a plain model, got a DistributedDataParallel, {CURE}")
 
 
-def refuse_renormalized(model: torch.nn.Module | None, transport: Transport) -> None:
+def refuse_renormalized(model: torch.nn.Module | None) -> None:
     """Raise if a module of the model changes rows of its parameter in the forward pass, different ones on each rank."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    for name, module in () if model is None or transport.size == 1 else model.named_modules():
+    for name, module in () if model is None else model.named_modules():
         if isinstance(module, tables) and module.max_norm is not None:
             raise ValueError(
                 f"{type(module).__name__} {name!r}: expected max_norm=None, got {module.max_norm}, which scales rows"
@@ -116,12 +116,12 @@ def checksum_of_state(optimizer: torch.optim.Optimizer) -> int:
 @contextlib.contextmanager
 def undoing(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
     """Context manager of loading: what raises leaves optimizers with their states and groups."""
-    own = [one for optimizer in optimizers for one in (optimizer, *getattr(optimizer, "_optimizers", ()))]
-    kept = [(one.state, one.param_groups) for one in own]
+    inside = [one for own in optimizers for one in getattr(own, "_optimizers", ())]
+    kept = [(o, o.state, o.param_groups) for o in (*optimizers, *inside) if isinstance(o, torch.optim.Optimizer)]
     try:
         yield
     except Exception:
-        for one, (state, groups) in zip(own, kept, strict=True):
+        for one, state, groups in kept:
             one.state, one.param_groups = state, groups
         raise
 

@@ -248,7 +248,7 @@ class Replica:
         def introduce(call: CollectiveCall) -> None:
             check_whole(tensors.values())
             check_buffers(self.buffers.tensors)
-            refuse_renormalized(self._model, self.transport)
+            refuse_renormalized(self._model if self.transport.size > 1 else None)
             check()
             call.signature |= {**signature, **describe(tensors)}
             call.agree(entries=0)
@@ -344,6 +344,9 @@ class Replica:
 
     def broadcast_buffers(self, outcome: Outcome) -> None:
         """Set buffers that a forward pass has changed to those of the lowest rank that has data. Collective."""
+        if self.transport.size == 1:  # or a worker of an ElasticGroup, whose buffers are its own
+            self.buffers.mark()
+            return
         replaced = outcome.flags & REPLACED
         tensors = list(self.buffers.tensors.values()) if replaced else self.buffers.of(outcome.modules)
 
