@@ -344,10 +344,10 @@ class Replica:
 
     def broadcast_buffers(self, outcome: Outcome) -> None:
         """Set buffers that a forward pass has changed to those of the lowest rank that has data. Collective."""
-        if self.transport.size == 1:  # or a worker of an ElasticGroup, whose buffers are its own
+        replaced = outcome.flags & REPLACED
+        if self.buffers.tensors and not (replaced or outcome.modules):  # of an ElasticGroup: workers keep their own
             self.buffers.mark()
             return
-        replaced = outcome.flags & REPLACED
         tensors = list(self.buffers.tensors.values()) if replaced else self.buffers.of(outcome.modules)
 
         def broadcast(call: CollectiveCall) -> None:
