@@ -7,11 +7,8 @@ import contextlib
 import importlib.util
 import itertools
 import logging
-import os
 import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -45,9 +42,6 @@ NETWORKS = {
     "memory": ONE_NODE,
 }
 COLOURS = {"good": 32, "could be better": 33, "broken": 31}  # of ECMA-48: green, yellow, red
-INTERRUPTED = 128 + signal.SIGINT  # the status of a command that Ctrl-C has ended, as shells have it
-UNSEEN_SECONDS = 3  # until a process that goes on after Ctrl-C is ended
-_TOLD = threading.Event()  # the main thread has said that it was interrupted
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -301,28 +295,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _end_after_interrupt() -> None:
-    """End the process some seconds after Ctrl-C where its main thread does not see it, or waits for a rank at its end.
-
-    A collective of MPI waits for a rank that has ended, and functions of Python that LLVM calls drop exceptions.
-    """
-    sys.unraisablehook = lambda dropped: dropped.exc_type is KeyboardInterrupt or sys.__unraisablehook__(dropped)
-    bell, ringer = socket.socketpair()
-    ringer.setblocking(False)
-    signal.set_wakeup_fd(ringer.fileno(), warn_on_full_buffer=False)
-
-    def end(ringer: socket.socket = ringer) -> None:
-        while bell.recv(1)[0] != signal.SIGINT:
-            pass
-        time.sleep(UNSEEN_SECONDS + (launcher.rank() != 0))  # a launcher kills all ranks once one has ended: 0 writes
-        if not _TOLD.is_set():
-            with contextlib.suppress(SystemExit):
-                fail("interrupted", INTERRUPTED)
-        os._exit(INTERRUPTED)
-
-    threading.Thread(target=end, daemon=True).start()
-
-
 def _announce_compilation() -> None:
     """Show the line that the kernels log when they are compiled for the first time, on a terminal."""
     logger = logging.getLogger("sparsecoll.kernels.cpu.intrinsics.cache")
@@ -336,13 +308,10 @@ def _announce_compilation() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments and run the command; an error ends the program with one line that says what was expected."""
     try:
-        if arguments is None:  # the process is this command's own
-            _end_after_interrupt()
+        if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not with nohup or &
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it in calls of MPI and compiled code, too
         options = _parser().parse_args(arguments)
         _announce_compilation()
         options.run(options)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError, ImportError, CommunicationError) as error:
         fail(str(error), 2 if getattr(error, "of_argument", False) else 1, getattr(error, "on_all_ranks", False))
-    except KeyboardInterrupt:
-        _TOLD.set()
-        fail("interrupted", INTERRUPTED)
