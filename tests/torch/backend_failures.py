@@ -21,7 +21,7 @@ import sparsecoll
 import sparsecoll.torch
 
 RANKS = 4
-SECONDS = 4  # of the groups' timeout
+SECONDS = 6  # of the groups' timeout
 
 
 def rows(n=9, d=2, dtype=torch.float32):
@@ -84,6 +84,14 @@ def one_wrong_argument(group, rank):
     raise RuntimeError(f"then {summed.to_dense().sum():.0f}")
 
 
+def splitting(group, rank):
+    group.split_group([0, 1], group_name="half")
+
+
+def options_wrong_on_one_rank(group, rank):
+    dist.new_group(timeout=timedelta(seconds=SECONDS), pg_options="int8" if rank == 1 else None)
+
+
 def leave(rank):
     if rank == 3:
         os._exit(0)
@@ -115,7 +123,7 @@ def backward_without(group, rank):
 
 
 TOGETHER = (other_shapes, other_dtypes, another_operation, calls_that_torch_compares, one_wrong_argument)
-TOGETHER += (one_rank_alone, dense_alone)
+TOGETHER += (splitting, options_wrong_on_one_rank, one_rank_alone, dense_alone)
 LEAVING = (sparse_without, dense_without, scatter_without, backward_without)
 
 

@@ -49,3 +49,15 @@ def sparse_sum_in_inference_mode(group):
         x = sparse(group, "rows")
         dist.all_reduce(x, group=group, async_op=True).wait()
         return x.to_dense()
+
+
+@case
+def uneven_inputs_and_means_over_those_who_stay(group):
+    """DDP leaves a sum to C++ code, which waits for it."""
+    net = torch.nn.Linear(4, 2)
+    torch.nn.init.ones_(net.weight)
+    parallel = DistributedDataParallel(net, process_group=group)
+    with parallel.join(divide_by_initial_world_size=False):
+        for step in range(2 + dist.get_rank(group) % 2):
+            parallel(own(group, 3, 4) + step).sum().backward()
+    return net.weight.grad

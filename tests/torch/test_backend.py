@@ -104,6 +104,8 @@ def test_all_ranks_raise_if_one_does_not_come(name, texts):
         ("another_operation", "for a sparse tensor of torch.float32: use a dense one (x.to_dense())"),
         ("calls_that_torch_compares", "Detected mismatch between collectives on ranks"),
         ("one_wrong_argument", "then 16"),
+        ("splitting", "split_group: use torch.distributed.new_group"),
+        ("options_wrong_on_one_rank", "pg_options: expected sparsecoll.torch.backend.Options or None, got str"),
     ],
 )
 def test_what_cannot_be_summed_is_refused_on_all_ranks(name, text, texts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -28,6 +29,7 @@ from sparsecoll.torch.tensors.private import (
     serve_monitored_barrier,
     untraced,
 )
+from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.process_groups import connect_group
@@ -44,6 +46,29 @@ PASSED = {  # calls whose exceptions name ranks, besides allreduce; those of sen
 }
 
 
+class Naming:
+    """Replaces exceptions of gloo, which all ranks get at about the same time, by one that names the rank that is gone.
+
+    Works have it in place of their group, which keeps some of them.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._lost: Exception | None = None  # what has named the rank
+        self._lock = threading.Lock()  # works are waited for by several threads
+
+    def __call__(self, name: str, error: RuntimeError) -> Exception:
+        if not any(word in str(error) for word in CONNECTION):  # of the arguments: no rank is gone
+            return error
+        with self._lock:
+            if self._lost is None:
+                try:
+                    collective(self._transport, name, LOST_SECONDS, lambda _: None, failed=error)
+                except Exception as named:
+                    self._lost = named
+            return self._lost or error
+
+
 class ProcessGroupSparsecoll(ProcessGroup):
     """A process group whose `allreduce` sums sparse tensors, and dense ones if `options` say so, by the library.
 
@@ -54,24 +79,24 @@ class ProcessGroupSparsecoll(ProcessGroup):
         rank: of this process in the group.
         size: number of ranks.
         timeout: of calls.
-        options: see Options.
+        options: returns the options, or raises, which is told to all ranks.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Options) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Callable[[], Options]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, arg-type]  # what Python classes can call
         self._store = store
         self._transport = connect_group(self, "own", timeout.total_seconds())  # torch need not know the group
-        self._lost: Exception | None = None  # what has named the rank that is gone
-        self._naming = threading.Lock()  # works are waited for by several threads
+        self._named = Naming(self._transport)
         seconds, drawn = timeout.total_seconds(), partial(_drawn_name, options=options)
-        name = collective(self._transport, "init_process_group", seconds, drawn)
+        name, chosen = collective(self._transport, "init_process_group", seconds, drawn)
         backends = inner_backends(PrefixStore(name, store), rank, size, timeout)
         self._gloo = backends["cpu"]
         self._inner: Any = ProcessGroup(store, rank, size)
         for group in (self, self._inner):
             serve_by(group, backends)
         self._watched = backends["cuda"] is backends["cpu"]  # works of NCCL are not waited for by the CPU
-        self._sums = LowBitSums(options)
+        self._sums = LowBitSums(chosen)
+        self._flags: deque[Any] = deque(maxlen=64)
 
     @property
     def _seconds(self) -> float:
@@ -93,11 +118,18 @@ class ProcessGroupSparsecoll(ProcessGroup):
             return self._call(partial(self._sum_sparse, x=x, name=name), x, opts)
         if one and name and self._sums.take(x):
             return self._call(partial(self._sums.write, x=x, op=name), x, opts)
-        return self._passed("allreduce", tensors, *args, **kwargs)
+        work = self._passed("allreduce", tensors, *args, **kwargs)
+        if one and x.numel() == 1:  # DDP's join() gives it to C++ code, which does not keep what is Python's of it
+            self._flags.append(work)
+        return work
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, see `torch.distributed.monitored_barrier`."""
         self._inner.monitored_barrier(timeout or timedelta(seconds=self._seconds), wait_all_ranks)
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: torch's own, which would split the backend of C++ that a Python group lacks, ends the process."""
+        raise NotImplementedError("split_group: use torch.distributed.new_group(ranks), on all ranks of the job")
 
     def _call(self, own: Callable[[CollectiveCall], None], x: torch.Tensor, opts: Any) -> Call:
         """Make a call of the library, which changes x."""
@@ -137,27 +169,16 @@ class ProcessGroupSparsecoll(ProcessGroup):
             if named is error:
                 raise
             raise named from error
-        return Watched(work, lambda error: self._named(name, error)) if self._watched and work is not None else work
-
-    def _named(self, name: str, error: RuntimeError) -> Exception:
-        """Return the exception that replaces one of gloo, which all ranks get at about the same time."""
-        if not any(word in str(error) for word in CONNECTION):  # of the arguments: no rank is gone
-            return error
-        with self._naming:
-            if self._lost is None:
-                try:
-                    collective(self._transport, name, LOST_SECONDS, lambda _: None, failed=error)
-                except Exception as named:
-                    self._lost = named
-            return self._lost or error
+        return Watched(work, partial(self._named, name)) if self._watched and work is not None else work
 
 
-def _drawn_name(call: CollectiveCall, options: Options) -> str:
-    """Return a name that rank 0 draws: the store may hold what gloo left in it for an earlier group of this name."""
-    call.signature |= dataclasses.asdict(options)
+def _drawn_name(call: CollectiveCall, options: Callable[[], Options]) -> tuple[str, Options]:
+    """Return a name that rank 0 draws, since the store may hold what gloo left in it for such a group, and options."""
+    chosen = options()
+    call.signature |= dataclasses.asdict(chosen)
     call.agree(entries=0)
     drawn = np.frombuffer(secrets.token_bytes(8) if call.transport.rank == 0 else b"", np.uint8)
-    return bytes(spread(call.transport, drawn)).hex()
+    return bytes(spread(call.transport, drawn)).hex(), chosen
 
 
 def _passing(name: str) -> Any:
@@ -178,5 +199,5 @@ serve_monitored_barrier(ProcessGroupSparsecoll)
 
 def create(group: Any, options: Any) -> ProcessGroupSparsecoll:
     """Return a process group, as `torch.distributed.Backend.register_backend` with `extended_api` expects it."""
-    chosen = resolve(options, not group.global_ranks_in_group)
+    chosen = partial(resolve, options, not group.global_ranks_in_group)
     return ProcessGroupSparsecoll(group.store, group.group_rank, group.group_size, group.timeout, chosen)
