@@ -106,8 +106,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding("sparsecoll", f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
     for name, use in PACKAGES.items():
-        lacking = _lacking(name)
-        if not lacking:
+        if not (lacking := _lacking(name)):
             yield Finding(name, getattr(sys.modules[name], "__version__", "installed"))
         elif lacking == MISSING and use:
             yield Finding(name, f"not installed (optional, for {use})")
@@ -150,8 +149,7 @@ def _mpi() -> Iterator[Finding]:
 
 def _sockets() -> Iterator[Finding]:
     """Report whether ranks that torchrun starts can be connected by sockets."""
-    lacking = _lacking("torch")
-    if not lacking:
+    if not (lacking := _lacking("torch")):
         yield Finding("sockets", "for the ranks of torchrun and other process groups of torch.distributed")
         return
     if not _lacking("mpi4py"):

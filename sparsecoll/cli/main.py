@@ -274,9 +274,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("simulate", _simulate)
     add_calls(command, ["dense", *ALGOS[2:]], 100_000, [0.01])
-    command.add_argument(
-        "--ranks", nargs="+", type=count, default=[4, 16, 64], help="numbers of virtual ranks (default: 4 16 64)"
-    )
+    command.add_argument("--ranks", nargs="+", type=count, default=[4, 16, 64],
+                         help="numbers of virtual ranks (default: 4 16 64)")  # fmt: skip
     command.add_argument("--ranks-per-node", type=count, default=1, help="virtual ranks per node (default: 1)")
     add_network(command)
     command.add_argument("--repeat", type=count, default=3, help="calls per row (default: 3)")

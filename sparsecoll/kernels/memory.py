@@ -7,6 +7,7 @@ pool retains at most RETAINED bytes.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
@@ -147,18 +148,18 @@ def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
     nbytes = size * dtype.itemsize
     if nbytes < SMALLEST:
         return np.empty(size, dtype)
-    rounded = _rounded_size(nbytes)
-    with _lock:
-        if _returned:
+    rounded, raw = _rounded_size(nbytes), None
+    if _lock.acquire(blocking=False):  # otherwise another thread is inside, or what a signal handler has interrupted
+        try:
             _file_returned()
-        if rounded in _free:
-            raw = _free[rounded].pop()
-            _total[0] -= rounded
-            if not _free[rounded]:
-                del _free[rounded]
-        else:
-            raw = _aligned(rounded)
-    return np.asarray(_Block(raw))[:nbytes].view(dtype)
+            if rounded in _free:
+                raw = _free[rounded].pop()
+                _total[0] -= rounded
+                if not _free[rounded]:
+                    del _free[rounded]
+        finally:
+            _lock.release()
+    return np.asarray(_Block(_aligned(rounded) if raw is None else raw))[:nbytes].view(dtype)
 
 
 def filled(size: int, dtype: Any, kernel: Callable[..., object], *arguments: Any) -> NDArray[Any]:
@@ -184,6 +185,17 @@ def _aligned(nbytes: int) -> NDArray[np.uint8]:
 def release() -> None:
     """Return all memory of the pool to the system."""
     with _lock:
-        _file_returned()
+        _returned.clear()
         _free.clear()
         _total[0] = 0
+
+
+def _forked() -> None:
+    """Begin anew in a forked process: a thread that it does not have may have held the lock."""
+    if _lock.locked():
+        _lock.release()
+    release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -47,7 +47,7 @@ def rank() -> int:
 def machine() -> int:
     """Return a number for this machine: a checksum of its name and of the boot id of its kernel."""
     name = socket.gethostname()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError, PermissionError):
         name += Path("/proc/sys/kernel/random/boot_id").read_text()
     return zlib.crc32(name.encode())
 

@@ -29,6 +29,12 @@ print("ready", flush=True)
 time.sleep(600)
 """
 FOLDER = "import os; os.makedirs(os.path.join(cpu.selection._count.stats.cache_path, 'kernels.lock'))"
+NO_FILE = """
+import pathlib, shutil
+folder = pathlib.Path(cpu.selection._count.stats.cache_path)
+shutil.rmtree(folder)
+folder.touch()
+"""
 FAILS = """
 import time
 import numpy as np
@@ -121,8 +127,11 @@ def test_calls_ahead_succeed(start):  # in a process of its own: one that has wa
     assert start(f"from sparsecoll.formats import AHEAD\n{calls}").wait(120) == 0
 
 
+BEFORE = {"a process that is stopped": "cache.WAIT_SECONDS = 0.1", "no lock": FOLDER, "no file": NO_FILE}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("before", ["cache.WAIT_SECONDS = 0.1", FOLDER], ids=["a process that is stopped", "no lock"])
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
 def test_what_does_not_come_is_compiled(before, start):
     if "WAIT" in before:
         assert start(HOLD).stdout.readline() == "ready\n"

@@ -1,9 +1,11 @@
 """Memory is used again only after the last view of it is gone, and only so much is kept."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -58,6 +60,27 @@ def test_a_finaliser_inside_the_lock_only_queues():
         del array
         assert not memory._free and len(memory._returned) == 1
     assert address(memory.empty(memory.SMALLEST, np.uint8)) == place
+
+
+def test_a_signal_handler_inside_the_lock_does_not_wait():
+    memory.release()
+    with memory._lock:
+        held = memory.empty(memory.SMALLEST, np.uint8)
+    assert address(held) % memory.ALIGNMENT == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked")
+def test_a_forked_process_begins_anew():
+    """A thread that it does not have may hold the lock."""
+    with memory._lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, which the test has
+        if (child := os.fork()) == 0:
+            places = set()
+            try:
+                places = {address(memory.empty(memory.SMALLEST, np.uint8)) for _ in range(3)}
+            finally:
+                os._exit(memory._lock.locked() or len(places) != 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_rounding_wastes_at_most_an_eighth():

@@ -47,10 +47,7 @@ PASSED = {  # calls whose exceptions name ranks, besides allreduce; those of sen
 
 
 class Naming:
-    """Replaces exceptions of gloo, which all ranks get at about the same time, by one that names the rank that is gone.
-
-    Works have it in place of their group, which keeps some of them.
-    """
+    """Replaces exceptions of gloo, which all ranks get at about the same time, by one that names the lost rank."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

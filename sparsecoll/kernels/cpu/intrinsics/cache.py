@@ -53,8 +53,7 @@ class CacheFile(caching.IndexDataCacheFile):  # type: ignore[misc]
     """The files of one function, each of which is replaced as a whole, and ends with a digest of sources and data."""
 
     def save(self, key: Any, data: Any) -> None:
-        with contextlib.suppress(OSError):  # such as a full disk
-            self._save_data(self._data_name(self.number(key)), data)
+        self._save_data(self._data_name(self.number(key)), data)
 
     def load(self, key: Any) -> Any:
         name = self._data_name(self.number(key))
@@ -108,6 +107,10 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc]
                     if found is not None or waited:  # the other one could not save it: none waits twice
                         self.unlock()
         return found
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        with contextlib.suppress(OSError):  # such as a full disk, or a folder in which no file can be made any more
+            super().save_overload(signature, data)
 
     def _lock(self, signature: Any, target_context: Any) -> bool:
         """Lock a kernel, one byte of the folder's file; return whether another process had it."""
