@@ -179,7 +179,19 @@ def test_all_ways_in_save_the_same_keys(make):
         return optimizer.state_dict()["sparsecoll"]
 
     (state,) = simulate(1, program).results
-    keys = {"rank", "size", "compressor", "replicated", "step", "order", "rows", "dense", "tensors", "buckets"}
+    keys = {
+        "rank",
+        "size",
+        "compressor",
+        "replicated",
+        "step",
+        "order",
+        "rows",
+        "dense",
+        "filled",
+        "tensors",
+        "buckets",
+    }
     assert keys <= set(state) <= keys | {"params", "rated", "scale"}
     assert all(isinstance(names, list) and isinstance(text, str) for names, text in state["buckets"])
 
@@ -196,6 +208,25 @@ def test_a_state_that_lacks_a_residual_on_one_rank_is_refused_on_all():
             optimizer.load_state_dict(state)
 
     simulate(3, program)
+
+
+@pytest.mark.parametrize("make", [sparse, wrapped])
+def test_a_state_that_is_damaged_on_one_rank_is_loaded_on_none(make):
+    def program(comm, damage, text):
+        model = net()
+        optimizer = make(comm, model)
+        train(comm, model, optimizer, range(2))
+        before = copy.deepcopy(optimizer.state_dict())
+        state = copy.deepcopy(before)
+        if comm.rank == 1:
+            damage(state["sparsecoll"])
+        with pytest.raises((ValueError, sparsecoll.CommunicationError), match=text):
+            optimizer.load_state_dict(state)
+        assert str(optimizer.state_dict()["sparsecoll"]["tensors"]) == str(before["sparsecoll"]["tensors"])
+
+    without = "rank 1: state_dict: expected one of sparsecoll.torch, got one without 'order'"
+    simulate(3, partial(program, damage=lambda own: own.pop("order"), text=without))
+    simulate(3, partial(program, damage=lambda own: own["buckets"][0].pop(), text="rank 1: not enough values"))
 
 
 @pytest.mark.parametrize("method", [PowerSGD, ACPSGD])

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from nets import batch, bits, loss_of, net, sparse, train, wrapped
 from torch.distributed.checkpoint.state_dict import (
     _init_optim_state,
@@ -54,6 +55,28 @@ def test_the_step_that_torchs_checkpoints_take_changes_nothing(make):
     assert (
         simulate(3, lambda comm: program(comm, True)).results == simulate(3, lambda comm: program(comm, False)).results
     )
+
+
+@pytest.mark.parametrize("make", [sparse, wrapped, local])
+def test_residuals_that_a_new_optimizer_gave_no_place_to_are_not_lost_silently(make, tmp_path):
+    """`dcp.load` fills the tensors of the state that it gets, and a new optimizer has none."""
+
+    def program(comm):
+        def made():
+            model = net()
+            return model, make(comm, model)
+
+        options = {"checkpoint_id": tmp_path / str(comm.rank), "no_dist": True}
+        model, optimizer = made()
+        train(comm, model, optimizer, range(4))
+        dcp.save(optimizer.state_dict(), **options)
+        model, optimizer = made()
+        filled = optimizer.state_dict()
+        dcp.load(filled, **options)
+        with pytest.raises(ValueError, match="state_dict: expected the residuals that were saved, got none"):
+            optimizer.load_state_dict(filled)
+
+    simulate(2, program)
 
 
 def test_the_step_that_torchs_checkpoints_take_leaves_tables_sparse_and_makes_state():

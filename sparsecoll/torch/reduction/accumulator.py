@@ -20,7 +20,7 @@ from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.rows import RowSum
-from sparsecoll.torch.reduction.state import STATE, renamed_state
+from sparsecoll.torch.reduction.state import STATE, check_keys, renamed_state
 from sparsecoll.torch.replica.calls import Outcome
 from sparsecoll.torch.replica.replica import Replica, changes
 from sparsecoll.torch.tensors.layout import Array
@@ -212,14 +212,12 @@ class Accumulator(Owner):
 
     def _own(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the library's part of a state_dict under the names used here, or None if it has none."""
-        own = state_dict.get(STATE)
-        if own is None:
+        if (own := state_dict.get(STATE)) is None:
             return None
-        if "param_groups" not in state_dict or "rated" not in own:
+        if "param_groups" not in state_dict or not {"params", "rated"} <= own.keys():
             raise ValueError("state_dict: expected that of SparseSGD or torch.optim.SGD, got another optimizer's")
-        here = list(self.names.values())
-        if len(own["params"]) != len(here):
+        check_keys(own)
+        if len(own["params"]) != len(here := [*self.names.values()]):
             raise ValueError(f"state_dict: expected {len(here)} parameters, got {len(own['params'])}")
         names = dict(zip(own["params"], here, strict=True))
-        rated = {names[name]: rated for name, rated in own["rated"].items()}
-        return {**renamed_state(own, names), "rated": rated, "order": []}
+        return {**renamed_state(own, names), "rated": {names[n]: r for n, r in own["rated"].items()}, "order": []}

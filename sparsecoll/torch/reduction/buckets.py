@@ -22,6 +22,7 @@ from sparsecoll.transport.all_ranks import allgather, broadcast
 from sparsecoll.transport.call import CollectiveCall
 
 logger = logging.getLogger(__name__)
+EMPTY: dict[str, Any] = {"step": 0, "order": [], "tensors": {}, "compressor": "", "replicated": [], "buckets": []}
 
 
 class Buckets:
@@ -238,6 +239,7 @@ class Buckets:
         before = {kind: {n: t for n, t in own.items() if n in unstepped} for kind, own in self._before.items()}
         extra = [[list(c.layout.names), json.dumps(c.extra_state())] for _, c in self]
         waiting = [[list(names), text] for names, text in self._extra.items()]
+        tensors = joined(joined(collect([compressor for _, compressor in self], self._parked), self._base), before)
         return {
             "rank": self._replica.transport.rank,
             "size": self._replica.transport.size,
@@ -247,9 +249,8 @@ class Buckets:
             "order": list(self.order),
             "rows": sorted(self._rows),
             "dense": sorted(self._dense),
-            "tensors": joined(
-                joined(collect([compressor for _, compressor in self], self._parked), self._base), before
-            ),
+            "filled": any(own for kind, own in tensors.items() if kind not in self._compressor.replicated_state),
+            "tensors": tensors,
             "buckets": extra + waiting,
         }
 
@@ -271,39 +272,38 @@ class Buckets:
         Returns:
             The state; an empty one for None.
         """
-        replica = self._replica
+        replica, extra = self._replica, dict[tuple[str, ...], str]()
 
         def read(call: CollectiveCall) -> Mapping[str, Any]:
-            own = state()
-            if own is not None:
-                check(own, replica.transport, replica.params, self._compressor)
-            kinds = {} if own is None else {kind: len(entries) for kind, entries in own["tensors"].items()}
-            steps = 0 if own is None else own["step"]
-            rows, order = (own.get("rows", []), own["order"]) if own else ([], [])
-            call.signature |= {"steps": steps, "residuals": own is not None, "tensors": kinds, "rows": rows}
-            call.signature |= {"order of parameters": order}
+            given = state()
+            if given is not None:
+                check(given, replica.transport, replica.params, self._compressor)
+            own = given or EMPTY
+            kinds, rows = {kind: len(entries) for kind, entries in own["tensors"].items()}, own.get("rows", [])
+            call.signature |= {"steps": own["step"], "residuals": given is not None, "tensors": kinds, "rows": rows}
+            call.signature["order of parameters"] = own["order"]
+            extra.update((tuple(names), text) for names, text in own["buckets"])
             call.agree()
             try:
                 load()
             except KeyError as error:
                 raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
-            tensors = [] if own is None else [own["tensors"].get(kind, {}) for kind in sorted(own["replicated"])]
+            tensors = [own["tensors"].get(kind, {}) for kind in sorted(own["replicated"])]
             call.signature[STATES] = [checksum_of(tensors), *map(checksum_of_state, same)]
             call.agree(entries=0)  # by messages: none returns before all have loaded
-            return own or {"step": 0, "order": [], "tensors": {}, "compressor": ""}
+            return own
 
         with undoing(*same, *others):
             own = replica.call("load_state_dict", read)
         if not own["compressor"]:
             self._warn_of_loss()
-        self._pairs, self.index_of, self._parked, self._base = [], {}, own["tensors"], {}  # all or none
+        self._pairs, self.index_of, self._parked, self._base = [], {}, dict(own["tensors"]), {}  # all or none
         self._before = {}
         self.pending = False
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows, self._dense = (set(own.get(kind, ())) & set(replica.params) for kind in ("rows", "dense"))
         replica.context.step, replica.suspect = own["step"], False
-        fits = own["compressor"] == self._compressor.describe()
-        self._extra = {tuple(names): text for names, text in own["buckets"]} if fits else {}
+        self._extra = extra if own["compressor"] == self._compressor.describe() else {}
         return own
 
     def _warn_of_loss(self) -> None:

@@ -56,6 +56,9 @@ def check(
         ValueError: it is of other parameters or another compressor.
     """
     check_keys(state)
+    if state.get("filled") and not any(state["tensors"].values()):
+        cure = "dcp.load fills only what a new optimizer has; use sparsecoll.torch.save and load, on each rank"
+        raise ValueError(f"state_dict: expected the residuals that were saved, got none: {cure}")
     rank, size, method = transport.rank, transport.size, compressor.describe()
     if (state["rank"], state["size"]) != (rank, size):
         cure = (
@@ -101,7 +104,7 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 
 def renamed_state(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return a saved state under new names, without what belongs to parameters that have no new name."""
-    lists = {key: [names[name] for name in state[key] if name in names] for key in ("order", "rows", "dense")}
+    lists = {key: [names[name] for name in state.get(key, ()) if name in names] for key in ("order", "rows", "dense")}
     buckets = [[[names[name] for name in own], text] for own, text in state["buckets"] if names.keys() >= set(own)]
     return {**state, **lists, "tensors": renamed(state["tensors"], names), "buckets": buckets}
 
@@ -191,7 +194,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     """Call torch.save atomically: the file has the old content or the new one, whenever the process is killed.
 
     Residuals differ between ranks, so every rank saves its own file, and the checkpoint of the job is complete when all
-    have. The state is first written to a temporary file in the same folder, which needs the space twice.
+    have. The state is first written to another file, `.NAME.` and eight digits, which a process leaves if it is killed.
 
     Args:
         state: a `state_dict()`, or anything else that torch.save takes.
