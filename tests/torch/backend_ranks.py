@@ -105,6 +105,11 @@ def check_few_bits(exact):
             dist.all_reduce(x, op, group=group)
             dist.all_reduce(y, op, group=exact)
             assert x.equal(y)
+        group = dist.new_group(pg_options=Options(dense=name, dense_below=0))
+        net = DistributedDataParallel(model(), process_group=group)
+        with net.join(divide_by_initial_world_size=False):
+            for _ in range(1 + dist.get_rank() % 2):
+                net(own(exact, 5, 4)).sum().backward()
     for given, text in ((3, "pg_options: expected sparsecoll"), ("int8", "pg_options")):
         try:
             dist.new_group(pg_options=given)
