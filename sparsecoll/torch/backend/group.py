@@ -93,7 +93,7 @@ class ProcessGroupSparsecoll(ProcessGroup):
             serve_by(group, backends)
         self._watched = backends["cuda"] is backends["cpu"]  # works of NCCL are not waited for by the CPU
         self._sums = LowBitSums(chosen)
-        self._flags: deque[Any] = deque(maxlen=64)
+        self._kept: deque[Any] = deque(maxlen=64)  # works that C++ code may hold
 
     @property
     def _seconds(self) -> float:
@@ -116,8 +116,8 @@ class ProcessGroupSparsecoll(ProcessGroup):
         if one and name and self._sums.take(x):
             return self._call(partial(self._sums.write, x=x, op=name), x, opts)
         work = self._passed("allreduce", tensors, *args, **kwargs)
-        if one and x.numel() == 1:  # DDP's join() gives it to C++ code, which does not keep what is Python's of it
-            self._flags.append(work)
+        if one and x.numel() == 1:  # DDP's join() hands it to C++ code, which keeps only the C++ half of the object
+            self._kept.append(work)
         return work
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
