@@ -56,7 +56,7 @@ class Allgather(Algorithm):
         blocks = channel.gathered
         if not blocks or not all(map(len, blocks)):
             with channel.phase("gather"):
-                blocks = allgatherv(channel.transport, channel.encode(x), channel.is_direct(x, k))
+                blocks = allgatherv(channel.transport, channel.encode(x))
         own = -1 if channel.format.lossy else channel.rank  # a lossy format may change x once more
         parts = [x if rank == own else channel.decode(block) for rank, block in enumerate(blocks)]
         if channel.deferred:

@@ -78,7 +78,7 @@ class RowOwners(RowAlgorithm):
             counts: list[int] = allgather(channel.transport, np.array([rounded.nnz]))[:, 0].tolist()
             uneven = max(counts) * channel.size > MOST * sum(counts) + channel.size
             even = balanced(channel, rounded, counts, range(channel.size)) if uneven else rounded
-            value = RowSparse.join([part.astype(x.dtype) for part in channel.allgather(even, k)])
+            value = RowSparse.join([part.astype(x.dtype) for part in channel.allgather(even)])
             lost: Any = found.rounding_error
             return Reduction(value, lambda: Loss(channel, lost(rounded)).subtract_from(x))  # type: ignore[arg-type]
 

@@ -15,7 +15,6 @@ from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.transport.base import Transport
 
-DIRECT_BYTES = 1 << 17  # of blocks that are gathered directly on one machine: copies take longer than messages
 DIRECT_RANKS = 3  # up to which P - 1 messages are as many as ceil(log2 P)
 NEAR_RANKS = 8  # up to which the delay of ceil(log2 P) successive messages takes longer than P - 1 at once
 

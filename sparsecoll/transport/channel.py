@@ -13,7 +13,7 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
-from sparsecoll.transport.all_ranks import DIRECT_BYTES, allgatherv, exchanged
+from sparsecoll.transport.all_ranks import allgatherv, exchanged
 from sparsecoll.transport.base import ReceiveRequest, Transport
 from sparsecoll.transport.group import GroupTransport
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
@@ -118,15 +118,9 @@ class Channel:
         """Start to receive the next vector from `source`; receives from one source complete in order."""
         return VectorRequest(self, self.transport.irecv(source))
 
-    def allgather(self, x: S, k: int = 0) -> list[S]:
-        """Return every rank's vector in rank order, this rank's as the others receive it.
-
-        Args:
-            x: this rank's vector.
-            k: about the number of entries of each, the same on all ranks: many are sent directly between the ranks of
-                one machine, in P - 1 messages; 0, the default, if they are few or not known (ceil(log2 P) messages).
-        """
-        blocks = allgatherv(self.transport, self.encode(x), self.is_direct(x, k))
+    def allgather(self, x: S) -> list[S]:
+        """Return every rank's vector in rank order, this rank's as the others receive it; ceil(log2 P) messages."""
+        blocks = allgatherv(self.transport, self.encode(x))
         return [self.decode(block) for block in blocks]  # type: ignore[misc]
 
     def exchange(self, region: Callable[[int], S]) -> list[S]:
@@ -138,11 +132,6 @@ class Channel:
         for source, message in exchanged(self.transport, lambda to: self.encode(region(to))):
             parts[source] = self.decode(message)
         return [parts[source] for source in range(self.size)]
-
-    def is_direct(self, x: SparseVector | RowSparse, k: int) -> bool:
-        """Return whether vectors of about k entries are gathered directly, see `allgather`; the same on all ranks."""
-        size = k * (x.indices.itemsize + x.dtype.itemsize * (x.width or 1))
-        return self.transport.one_node and size >= DIRECT_BYTES
 
     def encode(self, x: SparseVector | RowSparse, room: int = 0) -> Buffer:
         """Return x as one message, with room for so many bytes of the caller at its end (default: 0)."""

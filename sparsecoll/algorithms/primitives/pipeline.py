@@ -123,4 +123,4 @@ def regions(
             yield region
 
     with channel.phase("gather"):
-        return [channel.allgather(one, k) for one in sums()] if count == 1 else list(allgather(channel, sums()))
+        return [channel.allgather(one) for one in sums()] if count == 1 else list(allgather(channel, sums()))
