@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
@@ -50,3 +52,25 @@ def check_integer(argument: str, value: object, least: int | None = None, most: 
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{argument}: expected {expected}, got {value}")
     return int(value)
+
+
+def check_number(argument: str, value: Any, interval: str, source: str = "") -> float:
+    """Return the value of an argument, a real number, also of NumPy or torch, or raise.
+
+    Args:
+        argument: its name.
+        value: the value passed.
+        interval: where it must be, as "[0, 1)" or "(0, inf)".
+        source: what an error says at its end (default: nothing).
+
+    Raises:
+        TypeError: `value` is no number.
+        ValueError: `value` is outside the interval, or NaN.
+    """
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise TypeError(f"{argument}: expected a number in {interval}, got {value!r}{source}")
+    number, low, high = float(number), *map(float, interval[1:-1].split(","))
+    if not low <= number <= high or (number == low and interval[0] == "(") or (number == high and interval[-1] == ")"):
+        raise ValueError(f"{argument}: expected in {interval}, got {value}{source}")
+    return number

@@ -16,7 +16,7 @@ from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, digest
 from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.algorithms.primitives.balance import balanced
 from sparsecoll.algorithms.primitives.global_topk import global_topk
-from sparsecoll.errors import NonFiniteError, check_choice, check_flag, check_integer
+from sparsecoll.errors import NonFiniteError, check_choice, check_flag, check_integer, check_number
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.all_ranks import allgather, sums_and_maxima
 from sparsecoll.transport.channel import Channel, VectorRequest
@@ -94,10 +94,8 @@ class OkTopk(Algorithm):
             check_integer(name, getattr(self, name), 1)
         check_flag("exact", self.exact)
         check_choice("repartition", self.repartition, partition.METHODS)
-        if not self.balance_factor >= 1 or not self.tolerance >= 0:
-            raise ValueError(
-                f"balance_factor, tolerance: expected at least 1 and 0, got {self.balance_factor} and {self.tolerance}"
-            )
+        check_number("balance_factor", self.balance_factor, "[1, inf]")
+        check_number("tolerance", self.tolerance, "[0, inf]")
         for reuse in (self._local, self._global):
             reuse.period, reuse.tolerance = self.tau_prime, self.tolerance
 

@@ -18,7 +18,7 @@ from sparsecoll.algorithms import ROW_ALGORITHMS, Algorithm
 from sparsecoll.collectives import convert, keyed
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.tensors import ToArray
-from sparsecoll.errors import NonFiniteError, check_choice, check_integer
+from sparsecoll.errors import NonFiniteError, check_choice, check_integer, check_number
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport import Transport, as_transport
@@ -128,11 +128,7 @@ class CallOptions:
         if k is not None and density is not None:
             raise ValueError(f"k, density: expected one of them, got k={k} and density={density}")
         if density is not None:
-            if isinstance(density, bool) or not isinstance(density, (int, float, np.integer, np.floating)):
-                raise TypeError(f"density: expected a number in (0, 1], got {density!r}")
-            if not 0 < density <= 1:
-                raise ValueError(f"density: expected in (0, 1], got {density}")
-            return max(1, round(float(density) * length))
+            return max(1, round(check_number("density", density, "(0, 1]") * length))
         k = default if k is None else k
         if k is None:
             return None

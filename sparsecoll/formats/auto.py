@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sparsecoll.errors import check_number
 from sparsecoll.formats.base import Chooser, Encoding, Format, WireDtype
 from sparsecoll.formats.bitmap import BitmapFormat
 from sparsecoll.formats.coo import CooFormat
@@ -74,8 +75,8 @@ class AutoFormat(Chooser):
         names = [form.name for form in self.choices]
         if not self.choose or any(name not in names for name in self.choose):
             raise ValueError(f"choose: expected some of {', '.join(names)}, got {self.choose}")
-        if self.beta is not None and not 0 <= self.beta < math.inf:
-            raise ValueError(f"beta: expected seconds per byte, got {self.beta}")
+        if self.beta is not None:
+            check_number("beta", self.beta, "[0, inf)", ": seconds per byte")
 
     def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Encoding]:
         if self.beta is not None and _coo_is_fastest(self.beta, self.choose, x.indices.dtype.itemsize):

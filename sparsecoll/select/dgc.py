@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparsecoll.errors import check_integer
+from sparsecoll.errors import check_integer, check_number
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.select.base import Selector, Vector, checked
 from sparsecoll.vector import SMALLEST, SparseVector
@@ -37,10 +37,8 @@ class SampledThreshold(Selector):
     LEAST = 1024  # size of the smallest sample
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1 or not self.tolerance >= 0:
-            raise ValueError(
-                f"share, tolerance: expected in (0, 1] and at least 0, got {self.share} and {self.tolerance}"
-            )
+        check_number("share", self.share, "(0, 1]")
+        check_number("tolerance", self.tolerance, "[0, inf]")
 
     def select(self, x: Vector, k: int) -> SparseVector:
         k = check_integer("k", k, 0)

@@ -33,6 +33,9 @@ class GaussianK(Selector):
 
     adjustments: int = 4
 
+    def __post_init__(self) -> None:
+        check_integer("adjustments", self.adjustments, 0)
+
     def select(self, x: Vector, k: int) -> SparseVector:
         k = check_integer("k", k, 0)
         if x.nnz <= k or k == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from sparsecoll.errors import check_integer
+from sparsecoll.errors import check_integer, check_number
 from sparsecoll.select.base import Selector, Vector, checked
 from sparsecoll.vector import SparseVector
 
@@ -49,8 +49,7 @@ class ThresholdReuse(Selector):
 
     def __post_init__(self) -> None:
         check_integer("period", self.period, 1)
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance: expected at least 0, got {self.tolerance}")
+        check_number("tolerance", self.tolerance, "[0, inf]")
 
     @property
     def due(self) -> bool:

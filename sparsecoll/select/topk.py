@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparsecoll.errors import check_integer
+from sparsecoll.errors import check_integer, check_number
 from sparsecoll.select.base import Selector, Vector, as_vector, checked
 from sparsecoll.vector import RowSparse, SparseVector
 
@@ -48,8 +48,7 @@ def threshold(x: Any, t: float) -> SparseVector:
     >>> threshold(np.array([1.0, -3.0, 2.0]), 2.0).values
     array([-3.,  2.])
     """
-    if not t >= 0:
-        raise ValueError(f"t: expected at least 0, got {t}")
+    check_number("t", t, "[0, inf]")
     return checked(as_vector(x).threshold(t))
 
 

@@ -59,7 +59,10 @@ class DenseVector(Values):
     @classmethod
     def empty(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
         """Return a vector of uninitialised values; arguments as of `zeros`."""
-        return cls._unchecked(empty(length, dtype, like.values))
+        try:
+            return cls._unchecked(empty(length, dtype, like.values))
+        except (MemoryError, ValueError) as error:
+            raise MemoryError(f"{length} dense values: no memory for all ({error}): send sparse ones") from None
 
     @classmethod
     def marked(cls, entries: SparseVector) -> DenseVector:

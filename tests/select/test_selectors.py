@@ -69,7 +69,7 @@ def test_no_integer_reaches_an_infinite_threshold():
         for t in (np.inf, -np.inf, np.nan):
             assert DenseVector(x).threshold(t).nnz == 0
         for t in (-np.inf, np.nan):
-            with pytest.raises(ValueError, match="t: expected at least 0"):
+            with pytest.raises(ValueError, match=r"t: expected in \[0, inf\]"):
                 select.threshold(x, t)
 
 
@@ -325,10 +325,10 @@ def test_algorithms_take_a_selector():
 
 def test_bad_options():
     for options in ({"share": 0}, {"share": 1.5}, {"tolerance": -1}, {"tolerance": float("nan")}):
-        with pytest.raises(ValueError, match="share, tolerance"):
+        with pytest.raises(ValueError, match=rf"{next(iter(options))}: expected in"):
             SampledThreshold(**options)
     for options in ({"period": 0}, {"period": -4}, {"tolerance": -1}, {"tolerance": float("nan")}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected at least"):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected (at least|in)"):
             select.ThresholdReuse(**options)
     for make in (lambda: select.ThresholdReuse(period=1.5), lambda: RandomK(seed=None), lambda: RandomK(seed="a")):
         with pytest.raises(TypeError, match=r"(period|seed): expected an integer, got"):

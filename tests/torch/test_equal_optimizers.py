@@ -87,5 +87,5 @@ def test_a_join_inside_another_is_refused(wrap):
 @pytest.mark.parametrize("values", [(1.0, 1.0), (1.0, float("nan")), (float("nan"), 0.5), (-1.0, 0.5)])
 def test_outer_values_out_of_range_are_refused(values):
     model = net()
-    with pytest.raises(ValueError, match=r"outer_lr, outer_momentum: expected at least 0 and in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"outer_(lr|momentum): expected in \[0, "):
         LocalOptimizer(adamw(model.parameters()), model, outer_lr=values[0], outer_momentum=values[1])

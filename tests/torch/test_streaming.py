@@ -297,7 +297,7 @@ def test_wrong_paces_are_refused_on_all_ranks():
         for options, message in [
             ({"fragments": 7}, "fragments: expected 1 to every=6"),
             ({"delay": 6}, "delay: expected fewer steps than every=6, got 6"),
-            ({"alpha": 1.0}, r"alpha: expected a number in \[0, 1\)"),
+            ({"alpha": 1.0}, r"alpha: expected in \[0, 1\)"),
             ({"delay": 0}, "0 without a delay, got 0.5"),
             ({"weight": 2.0}, "weight: expected a function"),
             ({"fragments": [model, parts[0]]}, "fragments: expected every parameter in one"),
@@ -309,7 +309,7 @@ def test_wrong_paces_are_refused_on_all_ranks():
         with pytest.raises(CommunicationError, match="delay"):
             made(comm, model, delay=2 + comm.rank)
         optimizer = made(comm, model, weight=lambda: -1.0 + 2 * comm.rank)
-        with pytest.raises(ValueError, match="weight: expected a number of at least 0, got -1"):
+        with pytest.raises(ValueError, match=r"weight: expected in \[0, inf\), got -1"):
             train(comm, optimizer, model, 12)
 
     simulate(2, program)

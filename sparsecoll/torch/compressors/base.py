@@ -16,7 +16,7 @@ from sparsecoll.algorithms.dense import Dense
 from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import NOTHING, CallOptions
 from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
-from sparsecoll.errors import NonFiniteError
+from sparsecoll.errors import NonFiniteError, check_integer
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
 from sparsecoll.residual import LazyAccumulator, check_part
@@ -84,6 +84,7 @@ class Compressor(ABC):
         self.size, self.own_rank = transport.size, transport.rank  # `rank` is an option of PowerSGD
         self._epoch = transport.epoch
         self.versions = Versions()
+        check_integer("seed", getattr(self, "seed", 0))
 
     def for_small(self) -> Compressor | str:
         """Return the compressor, or its name, for parameters that are too small to be compressed: the exact mean."""

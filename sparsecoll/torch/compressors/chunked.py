@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsecoll.errors import CommunicationError, NonFiniteError, check_choice, check_integer
+from sparsecoll.errors import CommunicationError, NonFiniteError, check_choice, check_integer, check_number
 from sparsecoll.formats.packed import PackedCodesFormat
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import PLAIN, Chunks, Pass, Taken, index_dtype
@@ -90,8 +90,7 @@ class ChunkedTopK(ErrorFeedback):
         check_integer("chunk", self.chunk, 1, 2**31)
         check_integer("k", self.k, 1, self.chunk)
         check_choice("algo", self.algo, ("auto", "allgather", "owners"))
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"decay: expected in [0, 1], got {self.decay}")
+        check_number("decay", self.decay, "[0, 1]")
         self.sends_rarely = self.k < RARE * self.chunk
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from sparsecoll.algorithms import Reduction
-from sparsecoll.errors import check_integer
+from sparsecoll.errors import check_integer, check_number
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
@@ -65,13 +65,11 @@ class COVAP(ErrorFeedback):
     def __post_init__(self) -> None:
         check_integer("interval", self.interval, 1)
         check_integer("max_interval", self.max_interval, 1)
-        if self.backward_seconds is not None and not 0 < self.backward_seconds < math.inf:
-            raise ValueError(f"backward_seconds: expected a number above 0, got {self.backward_seconds}")
-        if not 0 <= self.start <= 1 or self.ascend < 0 or self.ascend_steps < 1:
-            raise ValueError(
-                "start, ascend, ascend_steps: expected in [0, 1], at least 0 and at least 1,"
-                f" got {self.start}, {self.ascend} and {self.ascend_steps}"
-            )
+        check_integer("ascend_steps", self.ascend_steps, 1)
+        check_number("start", self.start, "[0, 1]")
+        check_number("ascend", self.ascend, "[0, inf)")
+        if self.backward_seconds is not None:
+            check_number("backward_seconds", self.backward_seconds, "(0, inf)")
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)

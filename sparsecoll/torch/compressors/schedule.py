@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import numbers
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from sparsecoll.errors import check_integer, check_number
 
 RARE = 0.1  # the density below which an entry waits for more than ten steps on average
 ENTRIES = "entries by density, which may depend on the step alone"  # what errors call k if ranks have another one
@@ -58,11 +59,7 @@ def check_density(density: float, schedule: Schedule | None = None, method: str 
         TypeError: It is no number.
     """
     source = "" if schedule is None else f" from {method} of {schedule!r}: return the share of the entries as a float"
-    if isinstance(density, bool) or not isinstance(density, numbers.Real):
-        raise TypeError(f"density: expected a number in (0, 1], got {density!r}{source}")
-    if not 0 < density <= 1:
-        raise ValueError(f"density: expected in (0, 1], got {density!r}{source}")
-    return float(density)
+    return check_number("density", density, "(0, 1]", source)
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class WarmUp(Schedule):
 
     Raises:
         ValueError: A density is outside (0, 1], or `steps` or `stages` is below 1.
-        TypeError: A density is no number.
+        TypeError: A density is no number, or `steps` or `stages` no integer.
 
     >>> [round(WarmUp(0.001, steps=8).at(step), 4) for step in (0, 2, 4, 6, 8)]
     [0.25, 0.0629, 0.0158, 0.004, 0.001]
@@ -121,8 +118,8 @@ class WarmUp(Schedule):
     def __post_init__(self) -> None:
         check_density(self.density)
         check_density(self.start)
-        if (self.steps is not None and self.steps < 1) or self.stages < 1:
-            raise ValueError(f"steps, stages: expected at least 1, got {self.steps} and {self.stages}")
+        check_integer("steps", 1 if self.steps is None else self.steps, 1)
+        check_integer("stages", self.stages, 1)
 
     def at(self, step: int) -> float:
         if self.steps is None:

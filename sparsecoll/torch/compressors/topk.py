@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparsecoll.algorithms import Algorithm, Reduction, as_algorithm
+from sparsecoll.errors import check_number
 from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
@@ -97,12 +98,12 @@ class TopKCompressor(ErrorFeedback):
                     f"selector: expected None with {algorithm.name}, which sends all values, got {self.selector!r}"
                 )
             replace(algorithm, selector=self.selector)  # raises if the algorithm takes none
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
+        if self.momentum is not None:
+            check_number("momentum", self.momentum, "[0, 1)")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov=True needs momentum > 0")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip: expected above 0, got {self.clip}")
+        if self.clip is not None:
+            check_number("clip", self.clip, "(0, inf]")
         if self.clip_by not in ("parameter", "bucket"):
             raise ValueError(f"clip_by: expected 'parameter' or 'bucket', got {self.clip_by!r}")
         self.sends_rarely = is_rare(schedule) and not algorithm.takes_dense

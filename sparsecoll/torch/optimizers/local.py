@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from sparsecoll.algorithms import Algorithm
+from sparsecoll.errors import check_number
 from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.optimizers.distributed import Wrapper
 from sparsecoll.torch.optimizers.together import Together
@@ -368,8 +368,8 @@ def _outer_optimizers(
     given: Any, params: list[torch.Tensor], lr: float, momentum: float
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of the shared parameters: those given, or SGD."""
-    if not (0 <= lr < math.inf and 0 <= momentum < 1):
-        raise ValueError(f"outer_lr, outer_momentum: expected at least 0 and in [0, 1), got {lr} and {momentum}")
+    check_number("outer_lr", lr, "[0, inf)")
+    check_number("outer_momentum", momentum, "[0, 1)")
     if given is None:
         return [Outer(params, lr, momentum, nesterov=momentum > 0)]
     outers = list(given) if isinstance(given, Sequence) else [given]

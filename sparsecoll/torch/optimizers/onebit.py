@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from sparsecoll.errors import NonFiniteError, check_integer
+from sparsecoll.errors import NonFiniteError, check_integer, check_number
 from sparsecoll.torch.compressors import QSGD
 from sparsecoll.torch.compressors.onebit import KINDS, NEW, OneBit, divisor_of
 from sparsecoll.torch.optimizers.distributed import DistributedOptimizer, Wrapper
@@ -151,8 +150,8 @@ class OneBitAdam(Wrapper):
         def build(call: CollectiveCall) -> tuple[torch.optim.AdamW, QSGD, OneBit]:
             for name, value in (("warm_up", warm_up), ("every", every)):
                 check_integer(name, value, 1)
-            if scale is not None and not 0 < scale < math.inf:
-                raise ValueError(f"scale: expected a number above 0, got {scale}")
+            if scale is not None:
+                check_number("scale", scale, "(0, inf)")
             adamw = torch.optim.AdamW(params, lr, betas, eps, weight_decay)
             refuse_amsgrad(adamw.param_groups)
             check_whole(p for group in adamw.param_groups for p in group["params"])

@@ -16,6 +16,7 @@ import torch
 from sparsecoll import formats
 from sparsecoll.algorithms import as_algorithm
 from sparsecoll.collectives.options import CallOptions
+from sparsecoll.errors import check_number
 from sparsecoll.formats import Format
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import SgdRule
@@ -151,8 +152,7 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
             " use 'qsgd' with optimizers other than torch.optim.SGD"
         )
     for group in optimizer.param_groups:
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"momentum: expected in [0, 1), got {group['momentum']}")
+        check_number("momentum", group["momentum"], "[0, 1)")
 
 
 class WithoutMomentum:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparsecoll.errors import check_integer
+from sparsecoll.errors import check_integer, check_number
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.replica.calls import Outcome
@@ -45,10 +44,8 @@ class Pace:
         check_integer("delay", self.delay, 0)
         if self.delay >= self.every:
             raise ValueError(f"delay: expected fewer steps than every={self.every}, got {self.delay}")
-        if not 0 <= self.alpha < 1 or (self.alpha and not self.delay):
-            raise ValueError(
-                f"alpha: expected a number in [0, 1), and 0 without a delay, got {self.alpha} with delay={self.delay}"
-            )
+        if check_number("alpha", self.alpha, "[0, 1)") and not self.delay:
+            raise ValueError(f"alpha: expected 0 without a delay, got {self.alpha}")
         if self.weight is not None and not callable(self.weight):
             raise TypeError(f"weight: expected a function, got {type(self.weight).__name__}")
         self.known: dict[int, int] = {}  # the fragments that were given, by id of a parameter
@@ -62,10 +59,7 @@ class Pace:
 
     def weight_of(self, rank: int) -> float:
         """Return this rank's weight in the next mean."""
-        weight = 1.0 if self.weight is None else float(self.weight())
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight: expected a number of at least 0, got {weight} on rank {rank}")
-        return weight
+        return 1.0 if self.weight is None else check_number("weight", self.weight(), "[0, inf)", f" on rank {rank}")
 
     @property
     def under_way(self) -> int:
