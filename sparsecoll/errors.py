@@ -67,7 +67,7 @@ def check_number(argument: str, value: Any, interval: str, source: str = "") -> 
         TypeError: `value` is no number.
         ValueError: `value` is outside the interval, or NaN.
     """
-    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    number = value.item() if getattr(value, "shape", None) in ((), (1,)) else value
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise TypeError(f"{argument}: expected a number in {interval}, got {value!r}{source}")
     number, low, high = float(number), *map(float, interval[1:-1].split(","))

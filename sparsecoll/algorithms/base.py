@@ -40,7 +40,7 @@ class Reduction(Generic[V]):
         value: the result, with the same bits on every rank.
         contributed: this rank's entries that entered the result, with the values that entered. Their sum over the ranks
             (their mean, if `op` is "mean") is `value`, up to rounding; residual = acc - contributed. For bool, whose
-            sum is the logical or, the entries at the indices of `value`. Computed from the caller's x when first read.
+            sum is the logical or, the entries at the indices of `value`.
         traffic: Traffic of this rank in this call.
         parts: the vectors whose sum is `value`, as `DenseVector.copy_sum` takes them, until `value` is first read; None
             afterwards, or if the sum is formed at once.

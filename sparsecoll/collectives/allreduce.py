@@ -310,8 +310,8 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
                     x = options.with_zeros(algorithm.select(x, k, channel.size), x, k)
                 elif isinstance(x, SparseVector):
                     check_order(x)
+        options.check_finite(x)  # before an operation makes other values of it
         x = options.prepared(x, transport)
-        options.check_finite(x)
         return formats.rounded(x, channel.value_dtype) if isinstance(x, DenseVector) else channel.roundtrip(x)
 
 

@@ -84,6 +84,8 @@ def _agree_on_kinds(
         types = " and ".join(KEYS[kind] for kind in found)
         raise TypeError(f"x: expected keys of one type on all ranks, got {types}")
     wide = common_dtype(*{dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()})
+    if not counts.any() and (options.op == "mean" or options.value_dtype is not None):
+        wide = np.dtype(np.float64)  # of nothing
     op = None if call.name in ("allgather", "gather") else options.operation.name
     wide = np.dtype(np.int64) if wide.kind == "b" and op == "sum" else wide  # as Python adds them
     _check_bounds(bounds.tolist(), wide, op)

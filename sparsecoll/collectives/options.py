@@ -266,7 +266,8 @@ class CallOptions:
         return channel, channel.roundtrip(self.prepared(entries, call.transport)), back
 
 
-CallOptions.__init__.__qualname__ = "the collective"  # what an error names that has no such option
+for made in (CallOptions.__init__, CallOptions.moving.__func__):  # type: ignore[attr-defined]
+    made.__qualname__ = "the collective"  # what an error names that has no such option
 
 
 def blocking(comm: Any, name: str, options: CallOptions, perform: Callable[[CollectiveCall], T]) -> T:

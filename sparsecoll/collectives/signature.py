@@ -120,12 +120,12 @@ class AllreduceOptions(ReduceOptions, total=False):
 
 
 RAISES = """    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or a value is not finite (with
-            nonfinite="raise").
+        ValueError: On every rank, if an argument is invalid on some rank{finite}.
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 
 """
+FINITE = ', or a value is not finite (with\n            nonfinite="raise")'  # in calls that have this option
 OPTIONS = re.compile(r" {8}\*\*options: .*\n(?: {12}.*\n)*")
 DESCRIPTIONS = {
     "k": """number of entries that each rank selects; None, the default, for all entries of x.""",
@@ -165,7 +165,8 @@ def takes(options: type) -> Callable[[F], F]:
         entries = "".join(
             f"        {name}: {DESCRIPTIONS[name]}\n" for name in order if f"{' ' * 8}{name}: " not in text
         )
-        text = text if "    Raises:" in text else text.replace("    Volume:", f"{RAISES}    Volume:")
+        raises = RAISES.format(finite=FINITE * ("nonfinite" in order))
+        text = text if "    Raises:" in text else text.replace("    Volume:", f"{raises}    Volume:")
         call.__doc__ = OPTIONS.sub(lambda _: entries, text)
         return call
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from sparsecoll.errors import check_number
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,7 @@ def check_model(argument: str, value: object, kind: type = Network) -> None:
 def _check_costs(costs: Any) -> None:
     """Raise unless all fields are finite numbers of at least 0."""
     for name, value in vars(costs).items():
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-            raise TypeError(f"{name}: expected a number of seconds, got {value!r}")
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}: expected a finite number of seconds of at least 0, got {value}")
+        check_number(name, value, "[0, inf)", " seconds")
 
 
 # By these, `auto` chooses unless it is given others; magnitudes matter, digits do not.

@@ -37,8 +37,7 @@ class RowSparse(Arithmetic):
     one coded index for each row, where a SparseVector of the same values has one for each value.
 
     Args:
-        rows: 1-D integer array, strictly ascending, in [0, n). It is stored as the indices of a SparseVector are, and
-            not copied if it has their dtype.
+        rows: 1-D integer array, strictly ascending, in [0, n). It is copied, as the indices of a SparseVector are.
         values: 2-D array of shape (len(rows), d), d at least 1, of any dtype that SparseVector supports. It is not
             copied if it is contiguous. Both arrays are NumPy's or both CuPy's.
         n: number of rows of the table, at most 2^63 - 1.

@@ -29,8 +29,7 @@ class SparseVector(Arithmetic):
 
     Args:
         indices: 1-D integer array, strictly ascending, in [0, length). It is converted to uint32 for length <= 2^32,
-            else to uint64, and not copied if it has that dtype. Differences below 0 wrap around: compute with
-            `x.indices.astype(np.int64)`.
+            else to uint64, and copied. Differences below 0 wrap around: compute with `x.indices.astype(np.int64)`.
         values: 1-D array of bool, integers, floats or complex numbers, as many as indices. It is not copied.
             Both arrays are NumPy's or both CuPy's.
         length: number of coordinates, at most 2^63 - 1.

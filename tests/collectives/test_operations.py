@@ -8,7 +8,7 @@ from cases import same_bits
 from contract import EXACT, expected_of, input_of, offered
 
 import sparsecoll
-from sparsecoll import ALGORITHMS, SparseVector, simulate
+from sparsecoll import ALGORITHMS, RowSparse, SparseVector, simulate
 from sparsecoll.vector import VALUE_DTYPES
 from sparsecoll.vector.operation import OPERATIONS
 
@@ -91,6 +91,22 @@ def test_ranks_with_different_operations_raise():
     def program(comm):
         with pytest.raises(sparsecoll.CommunicationError, match="op: expected the same value on all ranks"):
             sparsecoll.allreduce(comm, SparseVector([1], np.ones(1), 9), op="max" if comm.rank else "min")
+
+    simulate(2, program)
+
+
+@pytest.mark.parametrize("op", ["logical_and", "logical_or", "logical_xor", "replace", "max", "mean"])
+@pytest.mark.parametrize("missing", ["ignore", "zero"])
+@pytest.mark.parametrize("call", [sparsecoll.allreduce, sparsecoll.reduce, sparsecoll.reduce_scatter])
+def test_nan_is_refused_by_every_operation(call, op, missing):
+    """Also by those whose result is finite: what is not NaN, or an entry of a later rank."""
+
+    def program(comm):
+        bad = np.array([1.0 if comm.rank else np.inf, 2.0])
+        rows = [] if call is sparsecoll.reduce else [RowSparse([1], bad.reshape(1, 2), 9)]  # which it refuses
+        for x in (SparseVector([0, 1], bad, 9), {0: bad[0]}, *rows):
+            with pytest.raises(ValueError, match="expected finite values"):
+                call(comm, x, op=op, missing=missing)
 
     simulate(2, program)
 

@@ -173,3 +173,15 @@ def test_other_numbers_are_refused(value, other):
         pytest.skip("long double is double here")
     with pytest.raises((TypeError, ValueError), match=r"x: expected .*: use float\(value\)"):
         simulate(2, lambda comm: sparsecoll.allreduce(comm, {"a": value, "b": other}))
+
+
+@pytest.mark.parametrize("options", [{"op": "mean"}, {"value_dtype": "bfloat16"}, {"op": "bitwise_or"}, {}], ids=str)
+@pytest.mark.parametrize("name", ["allreduce", "iallreduce", "reduce", "reduce_scatter", *GATHERS])
+def test_empty_mappings_on_all_ranks_are_numbers_of_any_type(name, options):
+    given = {} if name in GATHERS and "op" in options else options
+
+    def program(comm):
+        found = {**CALLS, **GATHERS}[name](comm, {}, **given)
+        return any(found) if isinstance(found, list) else found
+
+    assert not any(simulate(3, program).results)

@@ -12,7 +12,7 @@ from test_elastic_group import Constant, made, together, train  # noqa: E402
 
 from sparsecoll import CommunicationError  # noqa: E402
 from sparsecoll.torch import ElasticGroup, LocalOptimizer  # noqa: E402
-from sparsecoll.torch.reduction.rounds import Missed  # noqa: E402
+from sparsecoll.torch.reduction.rounds import Missed, number_of  # noqa: E402
 
 
 class Layers(torch.nn.Module):
@@ -194,3 +194,61 @@ def test_a_store_that_is_gone_is_named():
     del store
     with pytest.raises(CommunicationError, match="store of the ElasticGroup"):
         a.steps(4)
+
+
+def test_a_state_that_is_written_late_replaces_no_newer_one():
+    """A worker is stopped while it writes a state, and another one goes on for ten rounds."""
+    store, models, others = dist.HashStore(), [net() for _ in range(3)], []
+    first = made(store, models[0], "first", deadline=0.2, every=1)
+    write = first._engine._group._write
+
+    def stopped(key, data):
+        write(key, data)
+        if key.startswith("state/") and not others:
+            others.append(made(store, models[1], "other", deadline=0.2, every=1))
+            with torch.enable_grad():
+                train(1, others[0], models[1], 10)
+
+    first._engine._group._write = stopped
+    while not others:
+        train(0, first, models[0], 1)
+    number = others[0]._engine._group.number
+    assert number - 3 <= number_of(store.get("state").decode()) <= number
+    train(0, first, models[0], 1)
+    joined = made(store, models[2], "joined", deadline=0.2, every=1)
+    assert joined._engine._group.number >= number
+
+
+def test_a_loaded_state_is_that_of_all_if_the_worker_that_would_write_it_has_died():
+    model, saved = net(), dist.HashStore()
+    optimizer = made(saved, model, "before", every=1)
+    train(0, optimizer, model, 5)
+    state, before = copy.deepcopy((model.state_dict(), optimizer.state_dict())), bits(model)
+    store, model = dist.HashStore(), net(seed=1)
+    optimizer = made(store, model, "after", deadline=0.2, every=1)
+    store.set("0/lock", "one that has died")
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    assert optimizer._engine._group.number == 5 and bits(model) == before
+
+
+def test_a_group_is_of_one_optimizer_at_a_time():
+    group, models = ElasticGroup(dist.HashStore(), name="worker"), [net(), net(seed=1)]
+    inner = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    optimizer, before = LocalOptimizer(inner[0], models[0], group), bits(models[1])
+    with pytest.raises(ValueError, match="expected an ElasticGroup for each optimizer"):
+        LocalOptimizer(inner[1], models[1], group)
+    assert bits(models[1]) == before
+    optimizer.close()
+    LocalOptimizer(torch.optim.SGD(models[1].parameters(), 0.1), models[1], group)
+    assert bits(models[1]) == bits(models[0])
+
+
+def test_a_state_is_of_no_device(monkeypatch):
+    """The first worker has a GPU that the second one lacks."""
+    store, models = dist.HashStore(), [net(), net(seed=1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda _: "cuda:1")
+        made(store, models[0], "first")
+    made(store, models[1], "second")
+    assert bits(models[1]) == bits(models[0])

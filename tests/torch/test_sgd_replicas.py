@@ -73,7 +73,7 @@ def test_models_and_options_that_differ_are_an_error_on_all_ranks():
 
 
 BAD = [
-    ({"lr": -1}, ValueError, "lr: expected at least 0, got -1"),
+    ({"lr": -1}, ValueError, r"lr: expected in \[0, inf\], got -1"),
     ({"lr": "0.1"}, TypeError, "lr: expected a number"),
     ({"momentum": True}, TypeError, "momentum: expected a number"),
     ({"weight_decay": float("nan")}, ValueError, "weight_decay"),

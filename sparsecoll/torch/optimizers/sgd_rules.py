@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import logging
-import numbers
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -57,7 +56,7 @@ def compressor_of(
 def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
     """Raise unless the options and parameters of a group are valid."""
     for name in NUMBERS:
-        _check_number(name, group[name], -np.inf if name == "dampening" else 0)
+        check_number(name, group[name], "[-inf, inf]" if name == "dampening" else "[0, inf]")
     for name in FLAGS:
         if not isinstance(group[name], bool):
             raise TypeError(f"{name}: expected True or False, got {group[name]!r}")
@@ -82,16 +81,6 @@ def common(groups: list[dict[str, Any]]) -> dict[str, Any]:
         | {"number of parameters": len(group["params"])}
         for i, group in enumerate(groups)
     }
-
-
-def _check_number(name: str, value: Any, least: float) -> None:
-    """Raise unless an option is a number of at least `least`."""
-    if torch.is_tensor(value) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not float(value) >= least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def names_of(groups: Iterable[dict[str, Any]], model: torch.nn.Module | None) -> dict[torch.Tensor, str]:

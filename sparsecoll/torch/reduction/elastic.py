@@ -65,6 +65,7 @@ class ElasticMeans(Means):
             self._catch_up()
         else:
             self._group.publish(0, self._saved, 0)
+        self._group.in_use = True
 
     def _saved(self) -> bytes:
         """Return the shared parameters and the state of the outer optimizers."""
@@ -86,7 +87,7 @@ class ElasticMeans(Means):
                 own |= {k: t.to(places[k]) if isinstance(t, torch.Tensor) else t for k, t in other.items()}
 
     def _load_shared(self, state: bytes) -> None:
-        saved = torch.load(io.BytesIO(state), weights_only=True)
+        saved = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
         for name, t in saved["shared"].items():
             self._shared[name].copy_(t)
         self._outer.load_state_dict(saved["outer"])

@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from sparsecoll.errors import CommunicationError, check_integer
+from sparsecoll.errors import CommunicationError, check_integer, check_number
 from sparsecoll.formats import Buffer
 
 PIECE = 4 << 20  # bytes of a value in the store; a TCPStore closes the connection if it gets more than 8 MiB
@@ -97,16 +97,15 @@ class ElasticGroup:
     def __init__(self, store: Any, *, deadline: float = 60.0, workers: int = 1, name: str | None = None) -> None:
         if not all(callable(getattr(store, call, None)) for call in ("compare_set", "add", "check", "wait")):
             raise TypeError(f"store: expected one of torch.distributed, such as a TCPStore, got {type(store).__name__}")
-        if not 0 < deadline < 1e9:
-            raise ValueError(f"deadline: expected seconds above 0, got {deadline}")
         check_integer("workers", workers, 1)
-        self.deadline, self.workers = float(deadline), workers
+        self.deadline, self.workers = check_number("deadline", deadline, "(0, 1e9)", " seconds"), workers
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.contributors: list[str] = []
         self.options: Any = None
         self.number = 0
         self._store = _Store(store)
         self._token = uuid.uuid4().hex  # of this object, whatever its name
+        self.in_use = False  # whether an optimizer has this object
         self._start = START
         self._waits: dict[int, int] = {}  # bytes of the rounds since the newest state
 
@@ -186,6 +185,7 @@ class ElasticGroup:
 
     def leave(self) -> None:
         """Tell the others not to wait for this worker in later rounds."""
+        self.in_use = False
         self._store.set(f"left/{self.name}", "")
 
     def read(self, number: int) -> list[Contribution]:
@@ -211,9 +211,14 @@ class ElasticGroup:
         """Begin; return the newest state, of which `number` rounds are a part, or None if this is the first worker.
 
         Raises:
-            ValueError: The others have other options or parameters.
+            ValueError: The others have other options or parameters, or another optimizer has this object.
             CommunicationError: Their state does not come within the deadline.
         """
+        if self.in_use:
+            raise ValueError(
+                "comm: expected an ElasticGroup for each optimizer, got one for two: close() the first, or make another"
+                " group, on a PrefixStore of its own"
+            )
         theirs = self._store.compare_set("signature", "", signature).decode()
         if theirs != signature:
             others, own = json.loads(theirs), json.loads(signature)
@@ -263,15 +268,17 @@ class ElasticGroup:
         if number and not (full and self.contributors[:1] == [self.name]):
             return
         place = f"{number}/{self.name}"
-        before, kept = ((self._get(key) or place.encode()).decode() for key in ("state", "kept"))
+        known, kept = ((self._get(key) or other).decode() for key, other in (("state", b""), ("kept", place.encode())))
+        before = known or place
         self._write(f"state/{place}", state())
         if number == 0 and (first := (self._get("first") or b"").decode()) != self.name:
             raise CommunicationError(
                 f"store: expected the first state within {self.deadline} s, got it later: {first} has begun in place"
                 f" of {self.name}, which may join with a new optimizer"
             )
+        if self._store.compare_set("state", known, place).decode() != place:  # others have written newer ones meanwhile
+            return self._delete(f"state/{place}")
         self._store.set("kept", before)  # a state, and the rounds since, stay while the next one is the newest
-        self._store.set("state", place)
         if kept != before:
             self._delete(f"state/{kept}")
         for old in range(number_of(kept), number_of(before)):
@@ -289,12 +296,13 @@ class ElasticGroup:
         first = number_of(self._start)
         if number < first or self.is_closed(first) or (number == first and self._start != START):
             return False
-        lock = f"{self._start}lock"  # of those who would, one does
-        if self._store.compare_set(lock, "", self._token).decode() != self._token:
-            ends = time.monotonic() + self.deadline
+        lock, holder = f"{self._start}lock", ""  # of those who would, one does; another if that one has died
+        while (found := self._store.compare_set(lock, holder, self._token).decode()) != self._token:
+            holder, ends = found, time.monotonic() + self.deadline
             while self._newest_start() == self._start and time.monotonic() < ends:
                 time.sleep(MOST_PAUSE)
-            return False
+            if self._newest_start() != self._start:
+                return False
         self._start, self.number, before = f"{number}/{self._token}/", number, self._store.get("state").decode()
         place = self._start[:-1]
         self._write(f"state/{place}", state())

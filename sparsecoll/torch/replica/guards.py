@@ -89,7 +89,7 @@ def warn_if_equal(transport: Transport, digest: int) -> None:
     digests = allgather(transport, np.array([digest], np.int64))
     if digest and (digests == digest).all() and transport.rank == 0:
         logger.warning(
-            "the first gradients have the same bits on all %d ranks: it seems that all of them train on the same"
+            "the first gradients have the same sums on all %d ranks: it seems that all of them train on the same"
             " samples. Give each rank its own part of the data, as with DistributedSampler(data, num_replicas=size,"
             " rank=rank), and its own seed",
             transport.size,
