@@ -89,7 +89,7 @@ class ElasticGroup:
 
     Attributes:
         options: of the outer optimizers in the last round, those of the worker that closed it.
-        contributors: names of the workers that the last mean has taken in; the same on all workers.
+        contributors: names of the workers in the last mean that this one has read, the same on all that have.
         number: of rounds in this worker's shared parameters, those before it joined included, for schedules and the end
             of the training; each fragment's mean is a round.
     """
