@@ -59,7 +59,8 @@ class Pace:
 
     def weight_of(self, rank: int) -> float:
         """Return this rank's weight in the next mean."""
-        return 1.0 if self.weight is None else check_number("weight", self.weight(), "[0, inf)", f" on rank {rank}")
+        given = 1.0 if self.weight is None else float(self.weight())
+        return check_number("weight", given, "[0, inf)", f" on rank {rank}")
 
     @property
     def under_way(self) -> int:
