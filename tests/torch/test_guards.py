@@ -42,7 +42,7 @@ def test_the_same_samples_on_all_ranks_are_told_once(caplog, data, warnings, ove
 
     with caplog.at_level(logging.WARNING, "sparsecoll"):
         simulate(P, program)
-    assert len([r for r in caplog.records if "the same bits on all 3 ranks" in r.getMessage()]) == warnings
+    assert len([r for r in caplog.records if "the same sums on all 3 ranks" in r.getMessage()]) == warnings
 
 
 @pytest.mark.parametrize(
