@@ -219,6 +219,16 @@ def test_a_state_that_is_written_late_replaces_no_newer_one():
     assert joined._engine._group.number >= number
 
 
+def test_workers_join_after_one_has_died_while_it_published_the_first_state():
+    store, models = dist.HashStore(), [net() for _ in range(2)]
+    first = made(store, models[0], "first", deadline=0.2, every=1)
+    store.delete_key("kept")  # which is written after the state
+    while store.get("state") == b"0/first":
+        train(0, first, models[0], 1)
+    joined = made(store, models[1], "joined", deadline=0.2, every=1)
+    assert joined._engine._group.number == first._engine._group.number
+
+
 def test_a_loaded_state_is_that_of_all_if_the_worker_that_would_write_it_has_died():
     model, saved = net(), dist.HashStore()
     optimizer = made(saved, model, "before", every=1)

@@ -53,7 +53,7 @@ class Trial(NamedTuple):
     before: Future[Any] | None
 
 
-UNDER_WAY = 2  # buckets whose messages may be under way while the next ones are made
+UNDER_WAY = 2  # buckets with messages under way; one by one, rounds of 20 M at 100 Mb/s wait 1.3 to 1.6 times as long
 
 
 class Means(Window):

@@ -268,8 +268,9 @@ class ElasticGroup:
         if number and not (full and self.contributors[:1] == [self.name]):
             return
         place = f"{number}/{self.name}"
-        known, kept = ((self._get(key) or other).decode() for key, other in (("state", b""), ("kept", place.encode())))
+        known = (self._get("state") or b"").decode()
         before = known or place
+        kept = (self._get("kept") or before.encode()).decode()  # nothing if a worker has died before it was set
         self._write(f"state/{place}", state())
         if number == 0 and (first := (self._get("first") or b"").decode()) != self.name:
             raise CommunicationError(
