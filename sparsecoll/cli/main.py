@@ -73,8 +73,6 @@ def _warmup(options: argparse.Namespace) -> None:
     """Compile the kernels of this machine into the cache, so that no later process has to; some minutes."""
     from sparsecoll.cli import warmup
 
-    if launcher.rank() != 0:
-        return
     start = time.perf_counter()
     for kind, seconds, compiled in warmup.warm_up():
         sys.stdout.write(f"{seconds:>8.1f} s  {compiled:>4} compiled  {kind}\n")
@@ -87,8 +85,6 @@ def _gain(options: argparse.Namespace) -> None:
     """Predict the times of dense and sparse sums of float32 gradients, and say whether sparse ones are faster."""
     from sparsecoll.cli import gain
 
-    if launcher.rank() != 0:
-        return
     network = _network(options)
     found = gain.predict(options.n, options.density, options.ranks, network, options.network == "memory")
     sys.stdout.write(f"{gain.table(found)}\n{gain.advice(found)}\n")
@@ -132,8 +128,6 @@ def _simulate(options: argparse.Namespace) -> None:
 
     The cost of computation is not modelled: seconds are those of the network.
     """
-    if launcher.rank() != 0:
-        return  # one process does it all
     with _checking_arguments():
         check_writable(options.json)
         if MPI_ALLREDUCE in options.algo:
@@ -149,8 +143,6 @@ def _plot(options: argparse.Namespace) -> None:
     """Draw figures from the rows that `bench` and `simulate` saved: phases, time against density or ranks, volume."""
     from sparsecoll.cli import plot
 
-    if launcher.rank() != 0:
-        return
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plot needs matplotlib, which is not installed: pip install matplotlib")
     with _checking_arguments():
@@ -311,6 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it in calls of MPI and compiled code, too
         options = _parser().parse_args(arguments)
         _announce_compilation()
-        options.run(options)
+        if launcher.rank() == 0 or options.run in (_doctor, _bench):  # the others need one process
+            options.run(options)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError, ImportError, CommunicationError) as error:
         fail(str(error), 2 if getattr(error, "of_argument", False) else 1, getattr(error, "on_all_ranks", False))

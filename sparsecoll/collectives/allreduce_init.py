@@ -132,7 +132,6 @@ class Plan(Generic[R]):
         else:
             call.agree(check=options.check)
         self._algorithm, self._channel = self._selecting.persistent(channel, vector, self._size, early)
-        call.transport.waitall()
 
     def __call__(self, x: Any) -> R:
         """Return what `allreduce` returns for x with the plan's arguments. Collective.

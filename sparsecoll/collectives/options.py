@@ -130,10 +130,7 @@ class CallOptions:
         if density is not None:
             return max(1, round(check_number("density", density, "(0, 1]") * length))
         k = default if k is None else k
-        if k is None:
-            return None
-        check_integer("k", k, 0)
-        return int(k)
+        return None if k is None else check_integer("k", k, 0)
 
     def check_operation(self, x: Vector | RowSparse) -> None:
         """Raise unless the values of x can be combined by `op`."""
@@ -203,11 +200,8 @@ class CallOptions:
         self.check_dtype(vector.dtype, "partial sums" if sums and not vector.width else None)
         k = self.resolve_k(vector.length)
         if k is None and isinstance(vector, DenseVector):
-            expected = (
-                "a sparse one, or k or density"
-                if sums
-                else "a sparse one to split, or a list such as np.array_split(x, P)"
-            )
+            split = "a sparse one to split, or a list such as np.array_split(x, P)"
+            expected = "a sparse one, or k or density" if sums else split
             raise ValueError(f"x: expected {expected}, got a dense one{' and neither' if sums else ''}")
         with index_of_nan(vector):
             entries = vector if k is None else self.with_zeros(topk(vector, k), vector, k)
@@ -276,7 +270,9 @@ def blocking(comm: Any, name: str, options: CallOptions, perform: Callable[[Coll
 
     def make() -> T:
         with CollectiveCall(transport, name, options.timeout) as call:
-            return perform(call)
+            result = perform(call)
+            transport.waitall()  # also for what was sent beside the arguments
+            return result
 
     return transport.in_order(make)
 

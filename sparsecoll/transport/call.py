@@ -32,7 +32,7 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.all_ranks import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.tags import ANY, FIRST_TAG, HISTORY, KEPT, NAMES, CallMismatch, report_of, tag_of
+from sparsecoll.transport.tags import ANY, FIRST_TAG, HISTORY, KEPT, NAMES, CallMismatch, as_json, report_of, tag_of
 from sparsecoll.transport.waiting import check_environment, check_timeout, out_of_use, usable
 
 STATELESS = (0, 0)
@@ -190,8 +190,7 @@ class CollectiveCall:
 
     def checksum(self) -> int:
         """Return a checksum of `signature`."""
-        text = json.dumps(self.signature, sort_keys=True).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+        return int.from_bytes(hashlib.blake2b(as_json(self.signature), digest_size=8).digest(), "little", signed=True)
 
     def _rows(self, row: tuple[int, int], message: Buffer | None) -> list[tuple[int, int]]:
         """Return every rank's row, and set `gathered` to every rank's message."""
@@ -267,7 +266,7 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
             transport.broken = other["broken"]
             transport.revoke(report_of(**report | {"broken": other["broken"], "error": other["error"]}))
             return CommunicationError(other["error"]["text"])
-    reports.insert(transport.rank, report)
+    reports.insert(transport.rank, json.loads(bytes(report_of(**report))))
     transport.calls = max(other["number"] for other in reports)
     return _raised_error(reports)
 

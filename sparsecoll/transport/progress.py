@@ -56,8 +56,8 @@ class Request(Generic[T]):
         try:
             return self._future.result(timeout)
         except TimeoutError as error:
-            if self._future.done():
-                raise
+            if self._future.done():  # since then, or it is the call's own
+                return self._future.result()
             raise CommunicationError(f"the call has not finished within {timeout} s; it continues") from error
         finally:
             self.waited_for = self._future.done()

@@ -52,4 +52,10 @@ def report_of(why: str = "", **report: Any) -> Buffer:
     """Return a report as a message; with `why`, that of a rank by which the communicator is out of use."""
     if why:
         report |= {"broken": why, "error": {"type": "CommunicationError", "text": why}}
-    return np.frombuffer(bytearray(json.dumps(report).encode()), np.uint8)
+    return np.frombuffer(bytearray(as_json(report)), np.uint8)
+
+
+def as_json(what: dict[str, Any]) -> bytes:
+    """Return JSON; of NumPy's scalars as of Python's, and of other objects their representation, so that none fails."""
+    text = json.dumps(what, sort_keys=True, default=lambda v: v.item() if isinstance(v, np.generic) else repr(v))
+    return text.encode()

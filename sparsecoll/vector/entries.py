@@ -17,8 +17,10 @@ from sparsecoll.telemetry.trace import listening, span
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import combined, sorted_order
 from sparsecoll.vector.values import (
+    ENTRIES,
     Values,
     accumulator_dtype,
+    checked_length,
     dense_values,
     finite_difference,
     native_values,
@@ -40,9 +42,10 @@ class Entries(Values):
 
     indices: NDArray[Any]
     length: int
+    _kind = ENTRIES
 
     def __init__(self, indices: Any, values: Any, length: int) -> None:
-        self.indices, self._array, self.length = sparse_entries(indices, values, length)
+        self.indices, self._array, self.length = sparse_entries(indices, values, length, self._kind)
 
     @classmethod
     def from_sorted_unchecked(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
@@ -59,6 +62,7 @@ class Entries(Values):
             length: number of coordinates, at most 2^63 - 1.
             dtype: NumPy dtype of the values, or its name.
         """
+        length = checked_length(length, "length")
         return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), empty(0, dtype), length)
 
     @classmethod
@@ -94,7 +98,7 @@ class Entries(Values):
         >>> sparsecoll.SparseVector.from_pairs([4, 1, 4], np.array([2.0, 3.0, 5.0]), 6, op="min").values
         array([3., 2.])
         """
-        stored, values, length = pairs(indices, values, length)
+        stored, values, length = pairs(indices, values, length, cls._kind)
         return cls.from_sorted_unchecked(*combined(stored, values, op), length)
 
     @classmethod

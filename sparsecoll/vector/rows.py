@@ -17,17 +17,11 @@ from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.dense import DenseVector
 from sparsecoll.vector.entries import SHOWN
 from sparsecoll.vector.operation import SUM, Operation
-from sparsecoll.vector.pairs import combined, run_starts, run_sums, sorted_order
+from sparsecoll.vector.pairs import run_starts, run_sums, sorted_order
 from sparsecoll.vector.sparse import MULTIPLIERS, SparseVector
-from sparsecoll.vector.values import (
-    ROWS,
-    accumulator_dtype,
-    native_values,
-    not_zero,
-    pairs,
-    saturating_cast,
-    sparse_entries,
-)
+from sparsecoll.vector.values import ROWS, accumulator_dtype, checked_length, native_values, not_zero, saturating_cast
+
+SMALL = 1e-30  # below this, a sum of squares in float32 may have lost digits
 
 
 class RowSparse(Arithmetic):
@@ -62,13 +56,15 @@ class RowSparse(Arithmetic):
 
     __slots__ = ()
 
+    _kind = ROWS
+
     def __init__(self, rows: Any, values: Any, n: int) -> None:
-        self.indices, self._array, self.length = sparse_entries(rows, values, n, ROWS)
+        super().__init__(rows, values, n)
 
     @classmethod
     def empty(cls, n: int, d: int, dtype: Any) -> Self:  # type: ignore[override]
         """Return a table of shape (n, d) without stored rows, in host memory."""
-        values = np.empty((0, d), np.dtype(dtype).newbyteorder("="))
+        n, values = checked_length(n, "n"), np.empty((0, d), np.dtype(dtype).newbyteorder("="))
         return cls.from_sorted_unchecked(np.empty(0, index_dtype(n)), values, n)
 
     @classmethod
@@ -86,8 +82,7 @@ class RowSparse(Arithmetic):
             ValueError: A row is out of range, the shapes do not fit, or `op` is not one of these.
             TypeError: A dtype is not supported.
         """
-        indices, values, n = pairs(rows, values, n, ROWS)
-        return cls.from_sorted_unchecked(*combined(indices, values, op), n)
+        return super().from_pairs(rows, values, n, op)
 
     @classmethod
     def from_dense(cls, table: Any) -> Self:
@@ -213,7 +208,7 @@ def hash_owners(indices: NDArray[Any], ranks: int) -> NDArray[np.int64]:
 
 
 def _squares(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the sum of the squares of each row, in float64 where float32 overflows; NaN if a value is NaN."""
+    """Return the sum of the squares of each row, NaN if it has one; in float64 where float32 over- or underflows."""
     if values.dtype.kind == "c":
         return _squares(values.real) + _squares(values.imag)  # type: ignore[no-any-return]
     wide = accumulator_dtype(values.dtype) if is_float(values.dtype) else np.dtype(np.float64)
@@ -221,6 +216,9 @@ def _squares(values: NDArray[Any]) -> NDArray[Any]:
     with np.errstate(over="ignore"):
         on_host = isinstance(floats, np.ndarray)
         squares: NDArray[Any] = np.einsum("ij,ij->i", floats, floats) if on_host else (floats * floats).sum(axis=1)
-    if squares.dtype == np.float32 and not bool(np.isfinite(squares).all()):
-        return _squares(floats.astype(np.float64))
+    if squares.dtype == np.float32:
+        odd = ~((squares > SMALL) & (squares < np.inf))
+        if bool(odd.any()):
+            squares = squares.astype(np.float64)
+            squares[odd] = _squares(floats[odd].astype(np.float64))
     return squares

@@ -248,6 +248,8 @@ def test_arrays_of_pydata_come_back_in_their_format(shape):
             np.testing.assert_array_equal(result.todense(), factor * dense)
     with pytest.raises(ValueError, match="expected a fill value of 0, got 1"):
         as_vector(sparse.COO.from_numpy(dense + 1, fill_value=1.0))
+    with pytest.raises(ValueError, match="x: expected at least one dimension, got a number"):
+        as_vector(sparse.COO(np.array(5.0)))
 
 
 @pytest.mark.parametrize("axes", [(0,), (1,)])

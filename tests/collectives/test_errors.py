@@ -72,3 +72,21 @@ def test_what_is_wrong_is_the_same_error_on_all_ranks(call, name):
         return str(caught.value), sparsecoll.allreduce(comm, SparseVector([1], np.ones(1), 9)).nnz
 
     assert len(set(simulate(3, program).results)) == 1
+
+
+@pytest.mark.parametrize("empty", [SparseVector.empty, lambda n, dtype: sparsecoll.RowSparse.empty(n, 1, dtype)])
+def test_a_length_of_numpy_is_one_of_python(empty):
+    """It could be put in no report, so that the other ranks waited."""
+    assert type(empty(np.prod((10, 10)), np.float64).length) is int
+    with pytest.raises(ValueError, match="expected 0 <= "):
+        empty(np.int64(-1), np.float64)
+
+
+def test_arguments_that_json_has_no_name_for_are_compared_and_reported():
+    def program(comm):
+        x = SparseVector.from_sorted_unchecked(X.indices, X.values, np.int64(N) if comm.rank else N)
+        with pytest.raises(CommunicationError, match=r"length: expected the same value on all ranks, got \d+ on"):
+            sparsecoll.allreduce(comm, x if comm.rank < 2 else X[:100], check=np.True_ if comm.rank else True)
+        return sparsecoll.allreduce(comm, x, check=np.True_).nnz
+
+    assert len(set(simulate(3, program).results)) == 1

@@ -101,7 +101,7 @@ WRONG = {
     "bool in a tuple": ({(1, 2): 1, (1, True): 1}, TypeError, "as keys, got (1, True): use str(key)"),
     "float in a tuple": ({(1, 2.5): 1}, TypeError, "as keys, got (1, 2.5): use str(key)"),
     "huge": ({2**70: 1}, TypeError, f"got {2**70}"),
-    "length": ({2**63 - 1: 1}, ValueError, "length: expected 0 <= length < 2^63"),
+    "length": ({2**63 - 1: 1}, TypeError, f"got {2**63 - 1}: use str(key)"),
     "negative": ({-3: 1}, ValueError, "x: expected keys of at least 0, got -3"),
     "values": ({1: "a"}, TypeError, "values such as str"),
     "big": ({1: 2**64}, TypeError, "x: expected values of bool, int below 2^63, float or complex"),

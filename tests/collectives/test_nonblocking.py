@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -155,3 +156,16 @@ worker.submit(lambda: print("queued"))
 """
     result = python("-c", program, timeout=60, check=True)
     assert result.stdout.split("\n")[:2] == ["queued", "blocking in order"]
+
+
+def test_a_call_that_ends_as_the_time_to_wait_is_over_gives_its_result():
+    """It raised TimeoutError, as if that were the call's own exception."""
+
+    class Late(Future):
+        def result(self, timeout=None):
+            if timeout is not None:
+                self.set_result("the result")
+                raise TimeoutError
+            return super().result()
+
+    assert Request(Late()).wait(1e-6) == "the result"

@@ -68,3 +68,22 @@ def test_a_rank_without_room_for_a_message_says_so_on_all_ranks_and_goes_on(comm
     texts = [made.pop(turn) for turn in (4, 2, 1)]
     assert all(text.startswith("rank 1 failed: MemoryError: no room for ") for text in texts)
     assert made == [300_000] * 3 and not transport._sends
+
+
+def test_what_is_sent_beside_the_arguments_is_sent_when_a_call_returns(comm):
+    """Sums of a few keys returned without waiting for it, and no later call waited either."""
+    transport, x = as_transport(comm), sparsecoll.SparseVector([comm.rank], np.ones(1), comm.size)
+    rows = sparsecoll.RowSparse([comm.rank], np.ones((1, 2)), comm.size)
+    calls = {
+        "allreduce": lambda: sparsecoll.allreduce(comm, {f"key {comm.rank}": 1}),
+        "reduce": lambda: sparsecoll.reduce(comm, {comm.rank: 1}),
+        "gather": lambda: sparsecoll.gather(comm, rows),
+        "scatter": lambda: sparsecoll.scatter(comm, x if comm.rank == 0 else None),
+        "allreduce_init": lambda: sparsecoll.allreduce_init(comm, x),
+        "bcast": lambda: sparsecoll.bcast(comm, {comm.rank: 1}),
+        "alltoallv": lambda: sparsecoll.alltoallv(comm, {0: x}),
+    }
+    for name, call in calls.items():
+        for _ in range(3):
+            call()
+            assert not transport._sends, name

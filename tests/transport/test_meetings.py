@@ -105,3 +105,14 @@ def test_all_ranks_hear_of_a_failure():
         with pytest.raises(CommunicationError, match="rank 1: a bug"):
             waits.result()
         failing.result()
+
+
+def test_a_rank_whose_store_is_lost_raises_an_error_of_communication():
+    class Lost(StoreMeeting):
+        def entries(self):
+            raise ConnectionError("the store is gone")
+
+        fail = entries
+
+    with pytest.raises(CommunicationError, match="rank 0: the store is gone"):
+        connect(Lost(dist.HashStore(), 0, 2, "sparsecoll/0", counted=True), 20)

@@ -321,3 +321,19 @@ def test_nothing_is_left_behind():
     assert len(os.listdir("/proc/self/fd")) == before
     own = [t for t in process.living() if isinstance(t, tcp.TcpTransport) and t not in earlier]
     assert all(t.broken for t in own)
+
+
+def test_calls_after_an_interrupted_one_and_close_say_that_it_is_out_of_use():
+    """They raised that a file descriptor is negative."""
+    received = together(2)
+
+    def program(transport):
+        if transport.rank == 0:
+            transport.irecv(1)
+            transport.interrupt("allreduce was interrupted on rank 0")
+            transport.close()
+            with pytest.raises(CommunicationError, match="interrupted on rank 0"):
+                sparsecoll.allreduce(transport, SparseVector([0], np.ones(1), 4))
+        received()
+
+    assert run(2, program) == [None, None]

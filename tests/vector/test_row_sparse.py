@@ -113,3 +113,8 @@ def test_a_residual_refuses_what_would_lose_more_than_digits(use):
         with pytest.raises(TypeError, match=text):
             use(residual, wrong)
     assert residual.rows == x_of()
+
+
+def test_the_largest_rows_are_found_where_squares_of_float32_vanish():
+    x = RowSparse([0, 1, 2, 4], np.array([[1.0], [1e-25], [3e-25], [0.0]], np.float32), 5)
+    assert x.topk(2).rows.tolist() == [0, 2] and x.topk(3).rows.tolist() == [0, 1, 2]

@@ -25,6 +25,7 @@ JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=int)
 CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict, defaultdict)}
 FACTORIES = {"int": int, "float": float, "None": None}
 NUMBERS = (int, float, complex, np.number, np.bool_)
+END = (1 << 63) - 1  # what an integer key is below
 EXACT = 1 << 53  # magnitude up to which float64 holds every integer
 
 
@@ -57,7 +58,8 @@ def _keys(keys: list[Any]) -> NDArray[Any]:
     array = np.array(keys) if keys else np.empty(0, np.int64)
     if array.dtype.kind == "f":  # of uint64 beside other integers
         array = np.array([int(key) if isinstance(key, np.integer) else key for key in keys])
-    if array.dtype.kind not in "iu" or array.ndim != 1 or any(isinstance(key, bool) for key in keys):
+    largest = array.max(initial=0) if array.dtype.kind in "iu" else END
+    if largest >= END or array.ndim != 1 or any(isinstance(key, bool) for key in keys):
         other = [key for key in keys if isinstance(key, bool) or not isinstance(key, (int, np.integer))]
         wrong = other[0] if other else max(keys)
         cure = "int(key)" if isinstance(wrong, (bool, np.bool_)) else "str(key)"

@@ -43,6 +43,8 @@ class ToScipy(Back):
 
 def from_pydata(x: Any) -> tuple[SparseVector, Back]:
     """Return a pydata COO, GCXS or DOK as a vector, and its Back."""
+    if not x.ndim:
+        raise ValueError("x: expected at least one dimension, got a number: use x.todense()")
     if x.fill_value != 0:
         raise ValueError(f"x: expected a fill value of 0, got {x.fill_value}")
     form = type(x).__name__.lower()

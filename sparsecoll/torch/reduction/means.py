@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sparsecoll.errors import NonFiniteError
+from sparsecoll.errors import NonFiniteError, check_number
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.pace import Mean
@@ -153,7 +153,8 @@ class Means(Window):
 
         try:
             if failed is None:
-                weight = self._pace.weight_of(replica.transport.rank)
+                given = 1.0 if self._pace.weight is None else float(self._pace.weight())
+                weight = check_number("weight", given, "[0, inf)", f" on rank {replica.transport.rank}")
                 for pair in buckets if delay else ():
                     take(*pair)
         except Exception as error:
@@ -316,9 +317,11 @@ class Means(Window):
         if rate is not None and bucket.add_mean(-factor * rate):
             return
         bucket.form_mean()
-        self._outer.zero_grad()  # what an earlier failure has left
+        for own in self._outer.optimizers:
+            own.zero_grad()  # what an earlier failure has left
         bucket.assign_grads(bucket.new_grads(bucket.layout.names, factor))
-        self._outer.step()
+        for own in self._outer.optimizers:
+            own.step()
         for shared in bucket.params.values():
             shared.grad = None
 

@@ -57,11 +57,6 @@ class Pace:
                         f" {self.known[id(p)]} and {i}"
                     )
 
-    def weight_of(self, rank: int) -> float:
-        """Return this rank's weight in the next mean."""
-        given = 1.0 if self.weight is None else float(self.weight())
-        return check_number("weight", given, "[0, inf)", f" on rank {rank}")
-
     @property
     def under_way(self) -> int:
         """Means that are still being formed when the next one begins."""
@@ -156,16 +151,6 @@ class OuterOptimizers:
                     plain = type(own) is Outer and not (group["momentum"] or group["weight_decay"] or group["maximize"])
                     rates.add(float(group["lr"]) if plain else None)
         return rates.pop() if len(rates) == 1 else None
-
-    def zero_grad(self) -> None:
-        """Remove the gradients of all copies."""
-        for own in self.optimizers:
-            own.zero_grad()
-
-    def step(self) -> None:
-        """Move the copies that have a gradient."""
-        for own in self.optimizers:
-            own.step()
 
     def state_dict(self) -> Any:
         """Return the state, that of one optimizer or a list."""

@@ -126,7 +126,7 @@ class Reducer(Owner):
                 " zero_grad() of the optimizer before the next back-propagation"
             )
         self._rollback(self.means.replaced())
-        self._begin_scaling()
+        self._scaling.begin()
 
     def _rollback(self, names: set[str]) -> None:
         """Restore the residuals of parameters whose gradients were thrown away after they had been reduced."""
@@ -144,10 +144,6 @@ class Reducer(Owner):
         )
 
     # -- jobs of the progress thread
-
-    def _begin_scaling(self) -> None:
-        if self._scaling.scaler is not None:
-            self._scaling.begin()
 
     def _scale(self, compressor: Compressor) -> float:
         """Return what gradients are divided by before they are clipped or added to a residual, which is unscaled."""
@@ -264,7 +260,7 @@ class Reducer(Owner):
         if not self.buckets:
             self.make_buckets()
         self.steps.settle()
-        self._begin_scaling()  # unscale_() may have been called since
+        self._scaling.begin()  # unscale_() may have been called since
         self._send_rest()
         if self.gradients.are(State.LOCAL):
             self.gradients.to(State.SENDING)

@@ -94,7 +94,8 @@ def connect(meeting: StoreMeeting, timeout: float | None = None, secret: str | b
     except Exception as error:
         text = f"{error}" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
         why = str(error) if isinstance(error, CommunicationError) else f"rank {meeting.rank}: {text}"
-        meeting.fail(why)
+        with contextlib.suppress(Exception):  # the store may be what is lost
+            meeting.fail(why)
         raise CommunicationError(why) from error
 
 

@@ -7,8 +7,9 @@ import math
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
@@ -112,7 +113,7 @@ class TcpTransport(Transport):
                 self._queued(connection)
 
     def _abandon(self, why: str) -> None:
-        self.broken = self.broken or why
+        self.retire(self.broken or why, self.cure)
         for connection in self._connections.values():
             connection.socket.close()
 
@@ -141,7 +142,7 @@ class TcpTransport(Transport):
         for number, events in ready:
             connection = self._connections[number]
             if connection.outgoing and events & ~select.POLLIN:
-                self._flush(connection)
+                self._sending(connection, connection.flush)
             if connection.expected and events & ~select.POLLOUT:
                 self.serve(connection)
         return bool(ready)
@@ -162,18 +163,13 @@ class TcpTransport(Transport):
     def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
         connection, gpu = self._outgoing[destination], on_gpu(buffer)
         pieces = self.staging().sendable(buffer, self.chunk) if gpu else (buffer,)
-        try:
-            connection.send(tag, buffer.size, pieces, gpu)
-        except Disconnected as error:
-            raise CallMismatch(f"rank {destination} is gone: {error}") from error  # its report may tell why
-        finally:
-            self._queued(connection)
+        self._sending(connection, partial(connection.send, tag, buffer.size, pieces, gpu))
 
-    def _flush(self, connection: Connection) -> None:
+    def _sending(self, connection: Connection, send: Callable[[], None]) -> None:
         try:
-            connection.flush()
+            send()
         except Disconnected as error:
-            raise CallMismatch(f"rank {connection.peer} is gone: {error}") from error
+            raise CallMismatch(f"rank {connection.peer} is gone: {error}") from error  # its report may tell why
         finally:
             self._queued(connection)
 
