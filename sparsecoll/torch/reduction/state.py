@@ -19,6 +19,7 @@ from sparsecoll.transport import Transport
 STATE = "sparsecoll"  # key of the library's own part of a state_dict, which has at least these keys
 LOCAL, MOVED = "sparsecoll_local", ("shared", "own")  # key of LocalOptimizer's, and of tensors in it
 KEYS = frozenset({"rank", "size", "compressor", "replicated", "step", "order", "tensors", "buckets"})
+UNFILLED = "dcp.load fills only what a new optimizer has; use sparsecoll.torch.save and load, on each rank"
 UNNAMED = ": pass the model to HookState, both where the state is saved and where it is loaded"
 Tensors = dict[str, dict[str, torch.Tensor]]
 
@@ -57,8 +58,7 @@ def check(
     """
     check_keys(state)
     if state.get("filled") and not any(state["tensors"].values()):
-        cure = "dcp.load fills only what a new optimizer has; use sparsecoll.torch.save and load, on each rank"
-        raise ValueError(f"state_dict: expected the residuals that were saved, got none: {cure}")
+        raise ValueError(f"state_dict: expected the residuals that were saved, got none: {UNFILLED}")
     rank, size, method = transport.rank, transport.size, compressor.describe()
     if (state["rank"], state["size"]) != (rank, size):
         cure = (
@@ -264,6 +264,12 @@ def part_of(state: Mapping[str, Any], local: bool) -> Any:
     return state.get(STATE)
 
 
+def filled(local: Mapping[str, Any]) -> bool:
+    """Whether LocalOptimizer's part of a state has tensors."""
+    outer = local["outer"] if isinstance(local["outer"], list) else [local["outer"]]
+    return bool(local["own"] or any(one["state"] for one in outer))
+
+
 def local_of(state: Mapping[str, Any], params: Mapping[str, torch.Tensor], shard: Any) -> dict[str, Any]:
     """Return the part of a state that is LocalOptimizer's, after a check; that of a plain optimizer has none."""
     own = state.get(LOCAL)
@@ -278,6 +284,8 @@ def local_of(state: Mapping[str, Any], params: Mapping[str, torch.Tensor], shard
             f"state_dict: expected that of the shard at {shard} (place and shape of the mesh), got that at"
             f" {own['shard']}: load the file that this rank saved or, on other meshes, what LocalOptimizer.read returns"
         )
+    if own.get("filled") and not filled(own):
+        raise ValueError(f"state_dict: expected the outer state that was saved, got none: {UNFILLED}")
     here = {name: tuple(p.shape) for name, p in params.items()}
     for name, t in [(name, t) for kind in MOVED for name, t in own[kind].items()]:
         if name not in here:

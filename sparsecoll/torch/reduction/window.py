@@ -15,7 +15,7 @@ from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
 from sparsecoll.torch.reduction.pace import Mean, OuterOptimizers, Pace
 from sparsecoll.torch.reduction.shards import Path, as_shard, mesh_of, place_of, read
-from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, local_of, local_parts, renamed_state
+from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, filled, local_of, local_parts, renamed_state
 from sparsecoll.torch.replica.calls import Options
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.tensors.layout import takes_part
@@ -216,6 +216,7 @@ class Window(Owner):
         for kind in state["tensors"].keys() - set(state["replicated"]):
             state["tensors"][kind] = {n: as_shard(t, params.get(n)) for n, t in state["tensors"][kind].items()}
         local = {"steps": self.steps, "outer": outer, "shard": place_of(params.values()), **own}
+        local["filled"] = filled(local)
         return {STATE: renamed_state(state, self.members.kept()), LOCAL: local}
 
     def _param_at(self, path: Path) -> torch.Tensor | None:
