@@ -190,7 +190,8 @@ class CollectiveCall:
 
     def checksum(self) -> int:
         """Return a checksum of `signature`."""
-        return int.from_bytes(hashlib.blake2b(as_json(self.signature), digest_size=8).digest(), "little", signed=True)
+        text = as_json(self.signature, sort=True)
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
     def _rows(self, row: tuple[int, int], message: Buffer | None) -> list[tuple[int, int]]:
         """Return every rank's row, and set `gathered` to every rank's message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def report_of(why: str = "", **report: Any) -> Buffer:
     return np.frombuffer(bytearray(as_json(report)), np.uint8)
 
 
-def as_json(what: dict[str, Any]) -> bytes:
+def as_json(what: dict[str, Any], sort: bool = False) -> bytes:
     """Return JSON; of NumPy's scalars as of Python's, and of other objects their representation, so that none fails."""
-    text = json.dumps(what, sort_keys=True, default=lambda v: v.item() if isinstance(v, np.generic) else repr(v))
-    return text.encode()
+    named = partial(json.dumps, default=lambda v: v.item() if isinstance(v, np.generic) else repr(v))
+    return named(what, sort_keys=sort).encode()
