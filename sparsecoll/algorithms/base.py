@@ -183,6 +183,10 @@ class Algorithm(Stateful, ABC):
         """
         return 0, 0
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._epoch = None  # an earlier failure does not discard it
+
     def sync_epoch(self, epoch: int) -> None:
         """Discard the state if the transport's epoch has changed: after a failure, ranks may have different states."""
         if self._epoch not in (None, epoch):

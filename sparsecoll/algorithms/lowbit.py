@@ -176,6 +176,8 @@ class TwoPhases:
     def run(self, divisor: int) -> None:
         """Send, add, and write the sum divided by `divisor` to `value`; with one rank, both are x."""
         if self._size == 1:
+            if DenseVector(self._x).first_not_finite() is not None:
+                raise NonFiniteError("x: expected finite values, got NaN or infinity")
             self._value[:] = self._x
             (self._x if self._take else self._total)[:] = 0
             return

@@ -113,14 +113,8 @@ class CallOptions:
             memory = ("gpu, direct" if transport and transport.gpu_direct else "gpu, staged") if x.on_gpu else "host"
             size = {"x": "rows", "n": x.length, "d": x.width} if x.width else {"length": x.length}
             of_x = {**size, "dtype": x.dtype.name, "memory": memory}
-        return of_x | {
-            "check": self.check,
-            "format": repr(self.wire_format),
-            "value_dtype": self.wire_dtype,
-            "op": self.operation.name,
-            "missing": self.missing,
-            "nonfinite": self.nonfinite,
-        }
+        own = {"check": self.check, "format": repr(self.wire_format), "value_dtype": self.wire_dtype}
+        return of_x | own | {"op": self.operation.name, "missing": self.missing, "nonfinite": self.nonfinite}
 
     def resolve_k(self, length: int, default: int | None = None) -> int | None:
         """Return the number of entries that each rank selects from a vector; None for all entries."""

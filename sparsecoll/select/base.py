@@ -35,7 +35,10 @@ class Stateful:
         return {name.lstrip("_"): part.state_dict() if isinstance(part, Stateful) else part for name, part in state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned; raise ValueError, and change nothing, for a state of another class."""
+        missing = [name.lstrip("_") for name in self._state() if name.lstrip("_") not in state]
+        if missing:
+            raise ValueError(f"state: expected that of {type(self).__name__}, got one without {missing[0]!r}")
         for name, part in self._state().items():
             saved = state[name.lstrip("_")]
             if isinstance(part, Stateful):

@@ -23,7 +23,7 @@ class GaussianK(Selector):
        values are far from normal.)
     3. Take all entries of magnitude >= t, or, if no t has selected between 2k/3 and 4k/3, the k largest.
 
-    The number selected differs from k by up to a third, and between ranks.
+    The number selected differs from k by up to a third, between ranks, and between sets of kernels (by their samples).
 
     Args:
         adjustments: largest number of times that the threshold is adjusted (default: 4).

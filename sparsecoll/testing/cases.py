@@ -56,12 +56,8 @@ def _own_options(base: type) -> list[str]:
 
 def same_bits(a: SparseVector, b: SparseVector) -> bool:
     """Return whether two vectors are the same to the last bit."""
-    return (
-        a.length == b.length
-        and a.dtype == b.dtype
-        and a.indices.tobytes() == b.indices.tobytes()
-        and a.values.tobytes() == b.values.tobytes()
-    )
+    mine, theirs = ((x.length, x.dtype, x.indices.tobytes(), x.values.tobytes()) for x in (a, b))
+    return mine == theirs
 
 
 def _random(rank: int, P: int, rng: np.random.Generator) -> Any:

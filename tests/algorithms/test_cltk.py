@@ -63,3 +63,27 @@ def test_a_selector_is_the_leaders():
     results = simulate(3, lambda comm: sparsecoll.allreduce(comm, x, algo(), k=10)).results
     assert all(same_bits(y, results[0]) and y.nnz == 10 for y in results)
     np.testing.assert_array_equal(results[0].values, 3 * results[0].indices.astype(np.float32))
+
+
+def test_a_state_that_is_loaded_after_a_failed_call_stays():
+    """The next call discarded it."""
+
+    def program(comm):
+        algo, x = CLTk(k=2), np.arange(1, 11.0) * (comm.rank + 1)
+        sparsecoll.allreduce(comm, x, algo)
+        saved = algo.state_dict()
+        with pytest.raises(ValueError, match="NaN"):
+            sparsecoll.allreduce(comm, x * np.nan, algo)
+        algo.load_state_dict(saved)
+        sparsecoll.allreduce(comm, x, algo)
+        return algo.state_dict()["calls"]
+
+    assert simulate(3, program).results == [2] * 3
+
+
+def test_a_state_of_another_algorithm_is_refused_and_changes_nothing():
+    algo, other = sparsecoll.OkTopk(), CLTk()
+    before, state = algo.state_dict(), {**other.state_dict(), "calls": 7}
+    with pytest.raises(ValueError, match="state: expected that of OkTopk, got one without "):
+        algo.load_state_dict(state)
+    assert algo.state_dict() == before

@@ -157,3 +157,14 @@ def test_wrong_options_are_refused():
                 sparsecoll.allreduce(comm, np.ones(9, np.float32), LowBit(), **options)
 
     simulate(2, program)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_one_rank_refuses_what_several_refuse(bad):
+    def program(comm):
+        x = values(0, 3000)
+        x[1700] = bad
+        with pytest.raises(NonFiniteError, match="expected finite values"):
+            sparsecoll.allreduce(comm, x, LowBit(), nonfinite="pass")
+
+    simulate(1, program)

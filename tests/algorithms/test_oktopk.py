@@ -384,3 +384,12 @@ def test_a_distant_k_is_another_problem(k):
         return "repartition" in phases
 
     assert simulate(3, program).results == [True] * 3
+
+
+def test_any_number_is_near_enough_with_an_infinite_tolerance():
+    def program(comm):
+        algorithm, x = OkTopk(tolerance=float("inf")), np.random.default_rng(comm.rank).standard_normal(5000)
+        sparsecoll.allreduce(comm, x, algorithm, k=50)
+        return sparsecoll.allreduce(comm, 1e-3 * x, algorithm, k=50).nnz
+
+    assert len(set(simulate(2, program).results)) == 1

@@ -89,7 +89,7 @@ def test_all_compressors_between_nodes(comm, name):
     model, _ = attached(nodes, name, verify=1)
     train(model, torch.optim.SGD(model.parameters(), 0.01), comm.rank, range(3))
     with torch.no_grad():
-        next(model.parameters()).to_local().add_(comm.rank)
+        next(model.parameters()).to_local().add_(comm.rank == W - 1)  # ranks that have other shards hear of it, too
     with pytest.raises(CommunicationError, match="verify: expected the same bits on all ranks after step 4"):
         train(model, torch.optim.SGD(model.parameters(), 0.01), comm.rank, [3])
 
@@ -124,6 +124,17 @@ def test_replicas_start_as_the_first_one(comm):
             assert torch.equal(own, other.detach())
 
 
+def test_replicas_compute_as_the_first_one_after_a_forward_pass_before(comm):
+    """FSDP keeps the whole parameters of the root, and of modules with reshard_after_forward=False."""
+    for nodes in HYBRID:
+        model = sharded(Net(seed=comm.rank // (W // nodes)), mesh_of(nodes), reshard_after_forward=False)
+        data = batch(0, 0)[0]
+        with torch.no_grad():
+            model(data)
+            sparsecoll.torch.fsdp.attach(model, mesh_of(nodes)["replicate"])
+            torch.testing.assert_close(model(data), Net(seed=0)(data))
+
+
 def test_few_bytes_between_nodes(comm):
     """1 % of the entries of a shard, against all of them."""
     nodes, received = W, {}
@@ -142,7 +153,7 @@ def test_a_shard_group_of_one_rank(comm):
     """Without replicas there is nothing to reduce, also where gradients are accumulated."""
     net, mesh = Linear(), mesh_of(W)
     model = sharded(Linear(), mesh)
-    reductions = sparsecoll.torch.fsdp.attach(model)
+    reductions = sparsecoll.torch.fsdp.attach(model, compressor=sparsecoll.torch.compressors.TopKCompressor(1.0))
     for step in range(2):
         data = batch(comm.rank, step)[0]
         model(data).backward()
@@ -150,6 +161,20 @@ def test_a_shard_group_of_one_rank(comm):
     for own, other in zip(model.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(own.grad.full_tensor(), other.grad)
     assert set(reductions.state_dict()["tensors"]["residual"]) == set(net.state_dict())
+
+
+def test_the_compressor_of_one_rank_selects_and_counts_steps(comm):
+    model = sharded(Linear(), mesh_of(W))
+    method = sparsecoll.torch.compressors.TopKCompressor(0.1)
+    reductions = sparsecoll.torch.fsdp.attach(model, compressor=method)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(comm.rank, step)[0]).backward()
+        optimizer.step()
+    gradients = [p.grad.full_tensor() for p in model.parameters()]
+    assert sum(int((g != 0).sum()) for g in gradients) <= 0.2 * sum(g.numel() for g in gradients)
+    assert reductions.state_dict()["step"] == 3
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

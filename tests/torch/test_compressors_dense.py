@@ -239,3 +239,10 @@ def test_fp16_tells_a_scaler_of_values_beyond_its_range():
 
     for small, near, beyond, on_one in simulate(2, program).results:
         assert small == 1.0 and near == np.float16(6e4) and beyond == np.inf and not np.isfinite(on_one)
+
+
+@pytest.mark.parametrize("make", [PowerSGD, ACPSGD])
+@pytest.mark.parametrize("seed", [67280421310721, 2**64, -1])
+def test_any_integer_is_a_seed(make, seed):
+    more = {"reuse": False} if make is ACPSGD else {}
+    assert one(make(rank=1, seed=seed, **more), np.ones((2, 8, 8), np.float32), steps=2)

@@ -262,3 +262,29 @@ def test_a_state_is_of_no_device(monkeypatch):
         made(store, models[0], "first")
     made(store, models[1], "second")
     assert bits(models[1]) == bits(models[0])
+
+
+def test_a_round_that_is_interrupted_begins_anew(monkeypatch):
+    """Its message counted, and that of the next attempt beside it."""
+    store = dist.HashStore()
+
+    def worker(name):
+        p = torch.nn.Parameter(torch.zeros(3))
+        group = ElasticGroup(store, workers=2, name=name)
+        return p, LocalOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], group, every=1), group
+
+    def step(p, optimizer):
+        p.grad = torch.ones(3)
+        optimizer.step()
+
+    def stop(_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    (p, first, group), (q, second, _) = worker("a"), worker("b")
+    monkeypatch.setattr(time, "sleep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        step(p, first)
+    together(lambda: step(p, first), lambda: step(q, second))
+    assert group.contributors == ["a", "b"]
+    assert p.tolist() == q.tolist() == [-1.5] * 3  # the mean of two steps and one

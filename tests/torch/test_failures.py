@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from failing import fail_at, unpatch
@@ -345,3 +346,37 @@ def test_a_kill_while_writing_leaves_the_old_checkpoint(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], check=False, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert sparsecoll.torch.load(path) == {"step": 1}
+
+
+class LargerThanMean(sparsecoll.select.Selector):
+    """Selects nothing where there is a NaN."""
+
+    def select(self, x, k):
+        values = x.to_dense()
+        return sparsecoll.SparseVector.from_dense(np.where(abs(values) >= abs(values).mean(), values, 0))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "method",
+    [
+        TopKCompressor(0.01, "allgather", sparsecoll.select.RandomK()),
+        TopKCompressor(0.01, "allgather", LargerThanMean()),
+        TopKCompressor(0.001, "spardl"),
+        "efsignsgd",
+        "qsgd",
+    ],
+    ids=str,
+)
+def test_no_nan_waits_in_a_residual_because_it_was_not_selected(method, size):
+    def program(comm):
+        w = torch.nn.Parameter(torch.zeros(2000))
+        inner = torch.optim.SGD([w], 0.1)
+        optimizer = DistributedOptimizer(inner, [("w", w)], comm, method, overlap=False, dense_below=0)
+        w.grad = torch.linspace(1, 2, 2000)
+        w.grad[5] = float("nan") if comm.rank == size - 1 else 1
+        with pytest.raises(ValueError, match="gradient of 'w': expected finite values"):
+            optimizer.step()
+        return residuals_are_finite(optimizer) and bool(torch.isfinite(w).all())
+
+    assert all(simulate(size, program).results)

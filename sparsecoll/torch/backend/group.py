@@ -131,10 +131,11 @@ class ProcessGroupSparsecoll(ProcessGroup):
     def _call(self, own: Callable[[CollectiveCall], None], x: torch.Tensor, opts: Any) -> Call:
         """Make a call of the library, which changes x."""
 
-        inference = torch.is_inference_mode_enabled()  # of this thread
+        inference = torch.is_inference_mode_enabled()  # of this thread, as the stream is
+        stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
 
         def call() -> None:
-            with torch.inference_mode(inference), torch.no_grad():
+            with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(stream):
                 collective(self._transport, "all_reduce", self._seconds, own)
 
         asynchronous = getattr(opts, "asyncOp", True)
@@ -159,14 +160,18 @@ class ProcessGroupSparsecoll(ProcessGroup):
         x.copy_(y)
 
     def _passed(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else None
+        while isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        watched = self._watched or getattr(first, "is_cpu", False)
         try:
             work = getattr(self._inner, name)(*args, **kwargs)
         except RuntimeError as error:  # gloo scatters in the call itself
-            named = self._named(name, error) if self._watched else error
+            named = self._named(name, error) if watched else error
             if named is error:
                 raise
             raise named from error
-        return Watched(work, partial(self._named, name)) if self._watched and work is not None else work
+        return Watched(work, partial(self._named, name)) if watched and work is not None else work
 
 
 def _drawn_name(call: CollectiveCall, options: Callable[[], Options]) -> tuple[str, Options]:

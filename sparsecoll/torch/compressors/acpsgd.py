@@ -53,9 +53,8 @@ class ACPSGD(LowRank):
         matrices = self._matrices(values)
         fixed = self.q if self._odd else self.p
         if not self.reuse:
-            generator = torch.Generator().manual_seed(
-                (self.seed + self.context.step + 1) * 1_000_003 + self.layout.index
-            )
+            seed = (self.seed + self.context.step + 1) * 1_000_003 + self.layout.index
+            generator = torch.Generator().manual_seed(seed % (1 << 63))
             fixed = [self._random(tuple(f.shape), generator) for f in fixed]
         fixed = [orthogonalized(f) for f in fixed]
         own = [(M if self._odd else M.T) @ f for M, f in zip(matrices, fixed, strict=True)]

@@ -41,7 +41,7 @@ class LowRank(ErrorFeedback):
         columns: list[tuple[int, ...]] = [(m, r) for *_, m, r in found if r]
         rest: list[tuple[int, ...]] = [(math.prod(layout.shapes[index]),) for index in self._whole]
         self._P, self._Q = layout.of_shapes(rows + rest), layout.of_shapes(columns + rest)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layout.index)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + layout.index) % (1 << 63))
         first = tuple([self._random(shape, generator) for shape in shapes] for shapes in (rows, columns))
         self._factors = self.versions.add(Versioned(first))
 

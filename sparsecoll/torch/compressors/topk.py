@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from sparsecoll.algorithms import Algorithm, Reduction, as_algorithm
+from sparsecoll.algorithms import Algorithm, Reduction, SparDL, as_algorithm
 from sparsecoll.errors import check_number
 from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
-from sparsecoll.select import Selector, Vector
+from sparsecoll.select import RandomK, Selector, Vector
 from sparsecoll.select.base import built_in, check_selector
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, entries_of, write_mean
 from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_row_density, as_schedule, is_rare
@@ -136,12 +136,8 @@ class TopKCompressor(ErrorFeedback):
         return TopKCompressor(1.0, "dense", **own)
 
     def for_rows(self) -> dict[str, Any]:
-        return super().for_rows() | {
-            "density": self.row_density,
-            "value_dtype": self.value_dtype,
-            "clip": self.clip,
-            "momentum": self.momentum or 0.0,  # of None, the optimizer's own stays
-        }
+        own = {"density": self.row_density, "value_dtype": self.value_dtype, "clip": self.clip}
+        return super().for_rows() | own | {"momentum": self.momentum or 0.0}  # of None, the optimizer's own stays
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         """acc = scale * residual + gradient, formed in the pass that selects."""
@@ -201,7 +197,16 @@ class TopKCompressor(ErrorFeedback):
             return self._whole()
         self._algorithm.sync_epoch(self._epoch)
         self._k = entries_of(self.density, self.layout.length, self.context.step)
+        if self._passes_by():
+            self.check_finite(acc)
         return self._selected(acc)
+
+    def _passes_by(self) -> bool:
+        """Return whether NaN and infinity may be left unselected; a threshold of the library selects them first."""
+        selector = self._algorithm.selector
+        if selector is None:
+            return isinstance(self._algorithm, SparDL) and self._k < self.size  # which shares k among blocks
+        return isinstance(selector, RandomK) or not built_in(type(selector))
 
     def _selected(self, acc: Vector) -> Vector:
         """Return what this rank sends, of as many entries as were counted."""

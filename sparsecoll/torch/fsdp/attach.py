@@ -144,14 +144,9 @@ def _replicas(replicas: Any, groups: list[Group], node: Transport, timeout: floa
 def _introduce(replica: Replica, node: Transport, groups: list[Group], options: dict[str, Any]) -> list[list[int]]:
     """Compare the models of all ranks, set them to the first replica's, and return the global ranks by replica."""
     shards = {shard.name: shard for group in groups for shard in group.shards}
-    signature = {
-        **options,
-        "shards": node.size,
-        "modules": [len(group.shards) for group in groups],
-        "names": list(shards),
-        "sizes": [list(shard.param.shape) for shard in shards.values()],
-        "reduce_dtype": [str(group.reduce_dtype) for group in groups],
-    }
+    signature = options | {"shards": node.size, "modules": [len(group.shards) for group in groups]}
+    signature |= {"names": list(shards), "sizes": [list(shard.param.shape) for shard in shards.values()]}
+    signature["reduce_dtype"] = [str(group.reduce_dtype) for group in groups]
 
     def compare(call: CollectiveCall) -> list[list[int]]:
         call.signature |= signature
@@ -161,6 +156,8 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
     inside = collective(node, "attach", replica.options.timeout, compare)
     if replica.transport is node:
         return inside
+    for group in groups:
+        group.module.reshard()  # a forward pass may have left whole parameters, with values of before
     values = {shard.name: shard.local for shard in shards.values()}
     frozen = {s.name: s.local for group in groups for s in group.parameters if not s.param.requires_grad}
     replica.introduce(values | frozen, signature | {"shard": node.rank})

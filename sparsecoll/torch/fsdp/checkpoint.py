@@ -78,13 +78,8 @@ class Checkpoint:
         tensors: dict[str, dict[str, DTensor]] = {}
         for kind, name, local in self._gathered(state["tensors"], state["replicated"], known):
             tensors.setdefault(kind, {})[name] = local
-        rank = torch.distributed.get_rank()
-        return {
-            "compressor": state["compressor"],
-            "step": state["step"],
-            "tensors": tensors,
-            "buckets": {str(rank): json.dumps(state["buckets"])},
-        }
+        buckets = {str(torch.distributed.get_rank()): json.dumps(state["buckets"])}
+        return {"compressor": state["compressor"], "step": state["step"], "tensors": tensors, "buckets": buckets}
 
     def _gathered(
         self, tensors: Tensors, replicated: Sequence[str], known: Mapping[str, Shard]
@@ -126,17 +121,9 @@ class Checkpoint:
                     own.update(self._parts(t, known[name]))
                 else:
                     own[name] = t.to_local()[0]
-        buckets = state["buckets"].get(str(torch.distributed.get_rank()))
-        return {
-            "rank": transport.rank,
-            "size": transport.size,
-            "compressor": state["compressor"],
-            "step": state["step"],
-            "order": [],
-            "replicated": [],
-            "tensors": tensors,
-            "buckets": [] if buckets is None else json.loads(buckets),
-        }
+        buckets = json.loads(state["buckets"].get(str(torch.distributed.get_rank()), "[]"))
+        new: dict[str, Any] = {"rank": transport.rank, "size": transport.size, "order": [], "replicated": []}
+        return new | {"compressor": state["compressor"], "step": state["step"], "tensors": tensors, "buckets": buckets}
 
     def _parts(self, t: DTensor, shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parts of a parameter's residual by the names of the layout, padded."""

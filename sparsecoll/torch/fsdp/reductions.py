@@ -109,7 +109,9 @@ class ShardedReductions:
         refuse_unknown(self._scaler, compressor, "attach")
         if not self._scattered:
             self._replica.params = {shard.name: shard.local for shard in self._shards}
-            self._replica.compare_if_due()
+            every = self._replica.options.verify
+            if every and self._replica.context.step % every == 0:
+                self._failures.together("verify", self._replica.compare)  # also where other shards differ
 
     # -- hooks
 
@@ -120,7 +122,7 @@ class ShardedReductions:
             group.module.set_reduce_scatter_unused_params(True, recurse=False)  # so that the layout is known
             receive = hook(ask, ask, partial(self._receive, index))  # asks again, if that has failed
             reduce = partial(self._in_backward, receive)
-            if self._scattered:
+            if self._parts > 1:  # a single rank scatters nothing
                 scatter = ReduceScatter(reduce, hook(partial(self._memory, index)))
                 group.module.set_custom_reduce_scatter(scatter)
                 continue

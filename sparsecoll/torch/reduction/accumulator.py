@@ -43,11 +43,6 @@ class SparseSum(TopKCompressor):
     def describe(self) -> str:
         return f"{self.name}({as_algorithm(self.algo).describe()})"
 
-    def compress(self, acc: Vector) -> Vector:
-        if self._algorithm.selector is not None:  # which may pass NaN by
-            self.check_finite(acc)
-        return super().compress(acc)
-
     def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
         """Return the sum of what all ranks have sent of acc, which holds the residual, if momentum is 0. Collective."""
         with self.reducing(transport):

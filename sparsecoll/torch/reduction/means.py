@@ -162,7 +162,12 @@ class Means(Window):
 
         before = self._under_way[-1].result if self._under_way else None
         form = partial(self._form, Trial(number, buckets, row, weight, failed, take, before))
-        result = in_background(replica.transport, form) if delay else completed_future(form)
+        try:
+            result = in_background(replica.transport, form) if delay else completed_future(form)
+        except BaseException:  # an interrupt: the next attempt takes the changes anew
+            for bucket, _ in buckets:
+                bucket.drop()
+            raise
         due, steps = self._taken + delay, self.steps
         self._under_way.append(Mean(number, fragment, moved, buckets, flags, steps, due, delay > 0, result))
         self._number, self.steps = number + 1, 0

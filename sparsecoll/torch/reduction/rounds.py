@@ -154,14 +154,18 @@ class ElasticGroup:
         self._write(self._of(number, f"message/{place}"), np.array([weight]).tobytes() + bytes(message))
         self._store.set(self._of(number, f"name/{place}"), self.name)
         ends, pause = time.monotonic() + self.deadline, 0.001
-        while not self.is_closed(number):
-            here = self._present(number)
-            if self._is_complete(number, here) or time.monotonic() > ends:
-                closed = json.dumps([sorted(here.items()), options])
-                self._store.compare_set(self._of(number, "closed"), "", closed)
-            self._check_start()
-            time.sleep(pause)
-            pause = min(1.5 * pause, MOST_PAUSE)
+        try:
+            while not self.is_closed(number):
+                here = self._present(number)
+                if self._is_complete(number, here) or time.monotonic() > ends:
+                    closed = json.dumps([sorted(here.items()), options])
+                    self._store.compare_set(self._of(number, "closed"), "", closed)
+                self._check_start()
+                time.sleep(pause)
+                pause = min(1.5 * pause, MOST_PAUSE)
+        except BaseException:  # an interrupt: this worker may come again
+            self._store.delete_key(self._of(number, f"name/{place}"))
+            raise
         included = any(own == place for own, _ in json.loads(self._store.get(self._of(number, "closed")))[0])
         try:
             return self.read(number), included
