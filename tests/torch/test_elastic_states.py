@@ -288,3 +288,70 @@ def test_a_round_that_is_interrupted_begins_anew(monkeypatch):
     together(lambda: step(p, first), lambda: step(q, second))
     assert group.contributors == ["a", "b"]
     assert p.tolist() == q.tolist() == [-1.5] * 3  # the mean of two steps and one
+
+
+def streaming(store, name, deadline=60.0):
+    model = Layers(True)
+    group = ElasticGroup(store, workers=1, name=name, deadline=deadline)
+    inner, parts = torch.optim.SGD(model.parameters(), 1.0), [[model.a], [model.b]]
+    options = {"every": 4, "fragments": parts, "delay": 3, "alpha": 0.5}
+    return model, LocalOptimizer(inner, model, group, **options), group
+
+
+def test_with_means_under_way_states_are_published_and_rounds_are_deleted():
+    store = dist.HashStore()
+    model, optimizer, _ = streaming(store, "a")
+    sizes = []
+    for step in range(120):
+        model.step(optimizer, 1.0)
+        if step % 40 == 39:
+            sizes.append(store.num_keys())
+    assert number_of(store.get("state").decode()) > 40
+    assert sizes[2] - sizes[0] <= 2.5 * 40  # two small keys a round stay, the messages do not
+
+
+def test_with_means_under_way_a_worker_that_was_late_contributes_again():
+    store = dist.HashStore()
+    (one, first, group), (two, second, _) = streaming(store, "a", 0.2), streaming(store, "b", 0.2)
+
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            model.step(optimizer, 1.0)
+            time.sleep(0.02)
+
+    together(lambda: steps(one, first, 12), lambda: steps(two, second, 12))
+    steps(one, first, 24)  # the other one is away for several rounds
+    seen = []
+    first.register_step_post_hook(lambda *_: seen.append(len(group.contributors)))
+    together(lambda: steps(one, first, 80), lambda: steps(two, second, 80))
+    assert 2 in seen[-40:]
+
+
+def test_the_order_of_a_loaded_state_is_not_that_of_messages():
+    store = dist.HashStore()
+
+    class Three(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (torch.nn.Parameter(torch.zeros(4)) for _ in "abc")
+
+    def made_by(model, group=None, **options):
+        return LocalOptimizer(torch.optim.SGD(model.parameters(), 1.0), model, group, every=1, **options)
+
+    def step(model, optimizer):
+        for value, p in enumerate(model.parameters(), 1):
+            p.grad = torch.full_like(p, value) if p.requires_grad else None
+        optimizer.step()
+        return [float(p.detach()[0]) for p in model.parameters()]
+
+    old = Three()
+    old.c.requires_grad_(False)
+    alone = made_by(old)
+    step(old, alone)
+    models, groups = [Three(), Three()], [ElasticGroup(store, workers=2, name=name) for name in "xy"]
+    models[0].load_state_dict(old.state_dict())
+    first = made_by(models[0], groups[0])
+    first.load_state_dict(alone.state_dict())
+    second = made_by(models[1], groups[1])
+    ends = together(lambda: step(models[0], first), lambda: step(models[1], second))
+    assert ends == [[-2.0, -4.0, -3.0]] * 2

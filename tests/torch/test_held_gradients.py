@@ -156,3 +156,20 @@ def test_hooks_that_come_after_wrapping_are_seen(edit, options):
 
     expected, found = (simulate(P, lambda comm, b=b: program(comm, b)).results for b in (True, False))
     assert found == expected and len({*found}) == 1
+
+
+def test_gradients_in_a_flat_vector_of_another_order_are_not_mixed():
+    def program(comm):
+        params = {name: torch.nn.Parameter(torch.zeros(400)) for name in "abc"}
+        flat = torch.zeros(1200)
+        for i, name in enumerate("cab"):  # buckets have c, b, a
+            params[name].grad = flat[400 * i : 400 * (i + 1)]
+        options = {"dense_below": 0, "overlap": False, "gradient_as_bucket_view": True}
+        inner = torch.optim.SGD([*params.values()], 1.0)
+        optimizer = DistributedOptimizer(inner, params.items(), comm, "none", **options)
+        for value, p in enumerate(params.values(), 1):
+            p.grad.fill_(value)
+        optimizer.step()
+        return [sorted(set(p.tolist())) for p in params.values()]
+
+    assert simulate(2, program).results == [[[-1.0], [-2.0], [-3.0]]] * 2

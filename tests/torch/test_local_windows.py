@@ -285,3 +285,25 @@ def test_a_rank_that_fails_in_join_ends_the_wait_of_the_others():
         return bits(run.model)
 
     assert len(set(simulate(3, program).results)) == 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_fragment_whose_parameters_are_all_frozen_has_its_turn_like_others(whole):
+    """All later means were left out."""
+
+    def program(comm):
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
+        model[0].requires_grad_(False)
+        inner, parts = torch.optim.SGD(model.parameters(), 0.1), [model[0], model[1]] if whole else [[], model]
+        optimizer = LocalOptimizer(inner, model, comm, every=4, fragments=parts)
+        with torch.no_grad():
+            [p.fill_(0.5) for p in model.parameters()]
+        optimizer.synchronize()
+        for step in range(8):
+            optimizer.zero_grad()
+            data = torch.ones(2, 16) * (comm.rank + step + 1)
+            model(data).square().mean().backward()
+            optimizer.step()
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1

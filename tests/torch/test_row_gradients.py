@@ -294,3 +294,24 @@ def test_fp16_tells_a_scaler_of_rows_beyond_its_range():
 
     for small, near, beyond in simulate(2, program).results:
         assert small == 1.0 and near == np.float16(6e4) and not np.isfinite(beyond)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_table_whose_gradient_becomes_dense_keeps_its_momentum(nesterov):
+    def program(comm, make):
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(50, 4, sparse=comm is not None)
+        optimizer = make(table, comm)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = table(torch.tensor([1, 2])).sum() if step < 2 else table.weight.square().sum()
+            loss.backward()
+            optimizer.step()
+        return table.weight.detach()
+
+    def sparse(table, comm):
+        return SparseSGD(table.parameters(), 0.1, 0.9, nesterov=nesterov, algo="allgather", density=1.0, comm=comm)
+
+    expected = program(None, lambda table, comm: torch.optim.SGD(table.parameters(), 0.1, 0.9, nesterov=nesterov))
+    for y in simulate(2, lambda comm: program(comm, sparse)).results:
+        torch.testing.assert_close(y, expected)

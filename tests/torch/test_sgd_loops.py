@@ -225,3 +225,20 @@ def test_two_sparse_sgds_may_step_the_same_parameters_in_turn():
         return parameters(model)
 
     compared(run, algo="dense")
+
+
+def test_ranks_that_have_left_a_join_may_have_other_learning_rates():
+    """They take no steps of a schedule, and their rates are not used."""
+
+    def program(comm):
+        model = net()
+        optimizer = SparseSGD(model.parameters(), 0.1, 0.9, comm=comm)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        with optimizer.join():
+            for step in range(2 + comm.rank):
+                train(comm, model, optimizer, [step])
+                schedule.step()
+        return bits(model), optimizer.param_groups[0]["lr"]
+
+    results = simulate(3, program).results
+    assert len(set(results)) == 1

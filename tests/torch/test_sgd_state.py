@@ -160,3 +160,28 @@ def test_distributed_checkpoints_state_dict_functions():
 
     simulate(2, program)
     simulate(3, program)
+
+
+def test_what_waits_in_residuals_counts_as_much_after_the_method_has_changed():
+    """A residual of learning rate * gradients counted lr times as much where residuals are of gradients."""
+
+    def program(comm):
+        model = net()
+        first = SparseSGD(model.parameters(), 0.1, algo="allgather", density=0.01, comm=comm)
+        train(comm, model, first, range(3))
+        state, waits = first.state_dict(), residuals(first)
+        second = SparseSGD(model.parameters(), 0.1, comm=comm)
+        second.load_state_dict(state)
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(60):  # until all has been sent
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            second.step()
+        found = zip(before, model.named_parameters(), strict=True)
+        return [(start - p.detach(), waits[name]) for start, (name, p) in found]
+
+    results = simulate(2, program).results
+    for own in zip(*results, strict=True):
+        mean = sum(w for _, w in own) / 2
+        for moved, _ in own:
+            torch.testing.assert_close(moved, mean, atol=1e-4, rtol=1e-2)

@@ -256,6 +256,8 @@ class Update:
         if buffer is None:
             buffer = state["momentum_buffer"] = torch.zeros_like(p)
             rule = rule._replace(damp=1.0)
+        elif buffer.is_sparse:  # gradients have become dense, or have weight decay
+            buffer = state["momentum_buffer"] = buffer.to_dense()
         self._take(p, buffer, rule)
 
     def _take(self, p: torch.Tensor, buffer: torch.Tensor | None, rule: Rule) -> None:
@@ -331,8 +333,6 @@ class RowUpdate(Update):
         state = states[p] if rule.momentum else {}
         buffer = state.get("momentum_buffer")
         if not rule.momentum or rule.decay or not (buffer is None or buffer.is_sparse):
-            if buffer is not None and buffer.is_sparse:
-                state["momentum_buffer"] = buffer.to_dense()
             super().step(p, states, rule)
             return
         new = rows_like(p, self._rows, self.values * rule.share)

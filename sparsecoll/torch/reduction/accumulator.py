@@ -162,8 +162,17 @@ class Accumulator(Owner):
             assert isinstance(compressor, SparseSum | RowSum)
             with bucket.layout.device.stream_context():
                 residual: Any = None if compressor.momentum is None else compressor.residual
+                if residual is None:
+                    self._convert(bucket, compressor, weights)
                 acc.append(bucket.accumulate(residual, weights))
         return acc
+
+    def _convert(self, bucket: Bucket, compressor: Any, weights: dict[str, tuple[float, float]]) -> None:
+        """Multiply a residual that is not taken into acc, of parameters whose momentum was switched on, by a."""
+        for name, part in bucket.layout.by_name(compressor.residual).items():
+            if self._rated.get(name):
+                part.mul_(weights[name][0])
+                self._rated[name] = False
 
     def _weights(self, groups: Iterable[Group], scale: float) -> dict[str, tuple[float, float]]:
         """Return (a, b) by parameter: acc = a * residual + b * gradient; b is the learning rate if it is `rated`."""

@@ -83,7 +83,7 @@ class Bucket:
             return
         self._check(name, p)
         if self.source is None and self._as_view and scale == 1.0 and self.layout.device is CPU:
-            self.source = (self._around(p, name) if flat else None) or Buffer(self.layout.empty(), self.layout)
+            self.source = (self._around(p) if flat else None) or Buffer(self.layout.empty(), self.layout)
         view = self.layout.part((self.source or whole).tensor, name)
         if flat and p.grad.data_ptr() == view.data_ptr():  # type: ignore[union-attr]
             return
@@ -120,13 +120,16 @@ class Bucket:
             and p.is_contiguous()
         )
 
-    def _around(self, p: torch.Tensor, name: str) -> Buffer | None:
+    def _around(self, p: torch.Tensor) -> Buffer | None:
         """Return the flat vector of which a parameter's gradient is a part already; None: it is not."""
         gradient, layout = p.grad, self.layout
         assert gradient is not None
         fits = gradient.untyped_storage().nbytes() == layout.length * layout.dtype.itemsize
-        if not fits or gradient.storage_offset() != layout.offsets[layout.positions[name]]:
-            return None
+        memory, at = gradient.untyped_storage().data_ptr(), layout.offsets
+        some = {n: q.grad for n, q in self.params.items() if q.grad is not None and not q.grad.is_sparse}
+        inside = {n: g for n, g in some.items() if g.untyped_storage().data_ptr() == memory}
+        if not fits or any(g.storage_offset() != at[layout.positions[n]] for n, g in inside.items()):
+            return None  # or another gradient would be overwritten before it is taken
         return Buffer(gradient.detach().as_strided((layout.length,), (1,), 0).numpy(), layout)
 
     def _check(self, name: str, p: torch.Tensor) -> None:

@@ -101,6 +101,9 @@ class ElasticMeans(Means):
     @torch.inference_mode(False)
     @torch.no_grad()
     def turn(self, flags: int = 0) -> Outcome:
+        if self._under_way and self._group.is_closed(self._next + 1):  # it would always come too late
+            while self._under_way:
+                self._take()
         self._catch_up(1)
         return super().turn(flags)
 
@@ -162,6 +165,7 @@ class ElasticMeans(Means):
         self._follow(before)
 
     def _make_buckets(self, flags: int) -> None:
+        self._buckets.order = []  # of a loaded state, which others may not have
         self._buckets.make(set(self._params))  # those that are frozen may not be so elsewhere, or later
 
     def _form(self, trial: Trial) -> tuple[Outcome, float]:
@@ -254,8 +258,7 @@ class ElasticMeans(Means):
             return Outcome(LATE)
         self._group.number = number + 1
         size = sum(t.nbytes for t in self._shared.values()) * 2
-        if not self._under_way:
-            self._group.publish(self.replica.context.step, self._saved, size)
+        self._group.publish(number + 1, self._saved, size)
         if self._joined is None:
             self._group.lend(number + 1, self._own_state)
         elif state := self._group.borrow(self._joined):

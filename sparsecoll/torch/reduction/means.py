@@ -281,7 +281,7 @@ class Means(Window):
         if counts:
             self.replica.compare_if_due(mean.number + 1, buffers=not mean.delayed)
             self.after()
-        elif not self._under_way:
+        elif not self._under_way and (mean.fragment is None or outcome.over):  # a frozen fragment has had its turn
             self.replica.context.step = mean.number
         return outcome
 

@@ -266,7 +266,7 @@ class ElasticGroup:
 
     def publish(self, number: int, state: Callable[[], bytes], size: int) -> None:
         """After round `number` - 1: let one worker write a new state, if the rounds since the last one are larger."""
-        full = sum(self._waits.values()) > size
+        full = sum([*self._waits.values()]) > size
         if full:
             self._waits.clear()
         if number and not (full and self.contributors[:1] == [self.name]):

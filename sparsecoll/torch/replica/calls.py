@@ -231,6 +231,7 @@ class Row:
         trainable: Sequence[bool] | None = None,
         checksum: int = 0,
         sparse: Collection[int] = (),
+        compares: bool = True,
     ) -> None:
         here, tensors = not flags & JOINED, list(params.values())
         used = [here and p.grad is not None for p in tensors]
@@ -238,7 +239,7 @@ class Row:
         dense = [p.grad is not None and not has_rows(p.grad) for p in tensors]
         taking = [takes_part(p) for p in tensors] if trainable is None else trainable
         self._names, self._steps, self._checksum, self._here = list(params), steps, checksum, here
-        self._compares = here or trainable is not None
+        self._compares = here if trainable is None else compares
         self._flags = np.array([flags], np.uint8)
         self._bits = np.array([*used, *rows, *dense, *taking, *(here and changed for changed in modules)], np.uint8)
 

@@ -212,15 +212,8 @@ class Replica:
         flags |= JOINED * (self.stopped_at is not None) | SUSPECT * self.suspect | MEMBERS * self.changed()
         flags |= REPLACED * self.buffers.replaced
         checksum = zlib.crc32(json.dumps(self.shared_options()).encode())
-        return Row(
-            self.steps if steps is None else steps,
-            flags,
-            self.params,
-            modules,
-            trainable,
-            checksum,
-            self.sparse_weights,
-        )
+        taken, compares = self.steps if steps is None else steps, self.stopped_at is None
+        return Row(taken, flags, self.params, modules, trainable, checksum, self.sparse_weights, compares)
 
     def _disagree(self, call: CollectiveCall) -> None:
         """Raise an error that names the option that differs between ranks."""

@@ -325,16 +325,9 @@ def cut(
         sizes[key] += size
     groups.sort(key=lambda names: last[names[-1]])
     lengths = tuple(sum(params[name].numel() for name in names if name not in rows) for names in groups)
-    return [
-        Layout(
-            index,
-            lengths,
-            tuple(names),
-            tuple(tuple(params[n].shape) for n in names),
-            residual_dtype(params[names[0]].dtype),
-            device_of(params[names[0]]),
-            last[names[0]][0],
-            names[0] in rows,
-        )
-        for index, names in enumerate(groups)
-    ]
+    made = []
+    for index, names in enumerate(groups):
+        first, shapes = params[names[0]], tuple(tuple(params[n].shape) for n in names)
+        own = residual_dtype(first.dtype), device_of(first), last[names[0]][0], names[0] in rows
+        made.append(Layout(index, lengths, tuple(names), shapes, *own))
+    return made
