@@ -312,7 +312,7 @@ def test_with_means_under_way_states_are_published_and_rounds_are_deleted():
 
 def test_with_means_under_way_a_worker_that_was_late_contributes_again():
     store = dist.HashStore()
-    (one, first, group), (two, second, _) = streaming(store, "a", 0.2), streaming(store, "b", 0.2)
+    (one, first, group), (two, second, _) = streaming(store, "a", 0.5), streaming(store, "b", 0.5)
 
     def steps(model, optimizer, count):
         for _ in range(count):
