@@ -217,9 +217,10 @@ class Row:
         params: by name, the same names in the same order on all ranks.
         modules: by module with buffers, whether they have changed.
         trainable: which parameters take part; None, the default: those that want a gradient or have one.
-        checksum: of options that must be the same on all ranks, at least 0; with `trainable`, also on those that have
-            run out of data.
+        checksum: of options that must be the same on all ranks, at least 0.
         sparse: ids of the parameters whose modules say that their gradients are sparse.
+        compares: whether the checksum is compared, with `trainable`; without, only a rank that has run out of data
+            leaves it out.
     """
 
     def __init__(
