@@ -14,6 +14,7 @@ from typing import Any
 
 from sparsecoll.bench.names import algorithm, compressor, selector
 from sparsecoll.bench.timing import MPI_ALLREDUCE, Call, Row, calls, heavy_tailed, measure, simulated
+from sparsecoll.errors import check_integer
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.network import Network
 
@@ -64,6 +65,7 @@ def rows(
     lengths, densities = _several(n), _several(density)
     for wrong in (length for length in lengths if length < 1):
         raise ValueError(f"n: expected at least 1, got {wrong}")
+    check_integer("repeat", repeat, 1)
     some = []
     for name, algo in named.items():
         some += [replace(c, label=name) for c in calls([algo], densities, [format], [value_dtype])]

@@ -305,5 +305,5 @@ def main(arguments: list[str] | None = None) -> None:
         _announce_compilation()
         if launcher.rank() == 0 or options.run in (_doctor, _bench):  # the others need one process
             options.run(options)
-    except (ValueError, TypeError, OSError, OverflowError, MemoryError, ImportError, CommunicationError) as error:
+    except (ValueError, TypeError, OSError, OverflowError, MemoryError, ImportError, RuntimeError) as error:
         fail(str(error), 2 if getattr(error, "of_argument", False) else 1, getattr(error, "on_all_ranks", False))

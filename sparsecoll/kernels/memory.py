@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -104,8 +105,16 @@ def from_dlpack(array: Any) -> Any:
         ) from error
 
 
+def _within(context: Callable[[], Any], call: Callable[[], T]) -> T:
+    with context():
+        return call()
+
+
 def bind_current_stream(call: Callable[[], T]) -> Callable[[], T]:
-    """`call` for use in another thread: its GPU work goes to the stream that is current in the calling thread now."""
+    """`call` for use in another thread: its GPU work goes to the streams that are current in the calling thread now."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        call = partial(_within, partial(cuda.stream, cuda.current_stream()), call)
     return _gpu().bind_current_stream(call) if "cupy" in sys.modules else call  # type: ignore[no-any-return]
 
 

@@ -33,6 +33,7 @@ class Collector:
     def __init__(self, **traffic: Traffic) -> None:
         self._counts: dict[tuple[str, str, str], Counts] = {}
         self._calls: dict[tuple[str, str], int] = {}
+        self._ahead: dict[str, float] = {}  # seconds of phases that the total lacks, by communicator
         self._seen = {name: (counters.total, counters.copy()) for name, counters in traffic.items()}
         for name, counters in traffic.items():
             counters.observer = partial(self._count, name, counters)
@@ -45,7 +46,9 @@ class Collector:
         for phase, counts in moved.phases.items():
             rest += counts
             self._counts[name, algorithm, phase] = self._counts.get((name, algorithm, phase), Counts()) + counts
-        rest.seconds = min(rest.seconds, 0.0)  # those of phases may round up
+        rest.seconds += self._ahead.get(name, 0.0)
+        self._ahead[name] = max(rest.seconds, 0.0)  # those of phases, while a call around this one has not ended
+        rest.seconds = min(rest.seconds, 0.0)
         self._counts[name, algorithm, ""] = self._counts.get((name, algorithm, ""), Counts()) - rest
         self._calls[name, algorithm] = self._calls.get((name, algorithm), 0) + 1
 

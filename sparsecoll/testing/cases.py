@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from inspect import signature
+from inspect import get_annotations, signature
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ def check_class(argument: str, part: Any) -> None:
 
 def _own_options(base: type) -> list[str]:
     """Return the options that a class annotates without being a dataclass itself."""
-    hints = vars(base).get("__annotations__", {}) if "__dataclass_fields__" not in vars(base) else {}
+    hints = get_annotations(base) if "__dataclass_fields__" not in vars(base) else {}
     return [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
 
 

@@ -131,7 +131,8 @@ class HookState:
         if size != self.transport.size:
             raise ValueError(
                 f"comm: expected the {size} ranks of DDP's process group, got a communicator of {self.transport.size}:"
-                " gradients would not be averaged over all of them; pass that group, or start the job with mpirun"
+                " gradients would not be averaged over all of them; pass that group (and DDP itself if it has one of"
+                " its own), or start the job with mpirun"
             )
 
     def _check_ranks(self) -> None:

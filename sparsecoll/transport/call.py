@@ -109,8 +109,6 @@ class CollectiveCall:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         transport, known = self.transport, error is None or getattr(error, "on_all_ranks", False)
-        if transport.traffic.observer is not None:
-            transport.traffic.observer(self.signature.get("algo", self.name).split("(")[0].split()[0])
         try:
             if isinstance(error, Exception) and not known:
                 agreed = _resolve_failure(transport, self.signature, self.state, error)
@@ -122,6 +120,8 @@ class CollectiveCall:
             transport.tag, transport.timeout, transport.room = self._outer
             if transport.tag == FIRST_TAG:  # not inside another call
                 transport.traffic.total.seconds += transport.now() - self._start
+            if transport.traffic.observer is not None:
+                transport.traffic.observer(self.signature.get("algo", self.name).split("(")[0].split()[0])
 
     def _set_tag(self, number: int) -> None:
         self.transport.tag = tag_of(self._call, self._number_of_name, len(self._numbers), number)

@@ -66,10 +66,12 @@ def refuse_one_rank() -> None:
             cure, itself = f"mpi4py is not installed (pip install mpi4py). {cure}", ""
         if by_torchrun():
             cure = "Call torch.distributed.init_process_group() first"
-        raise RuntimeError(
+        error = RuntimeError(
             f"comm: expected {expected} ranks, as {variable} says, got one: each process would work on its own. {cure};"
             f" unset {variable}{itself} if that is what you want"
         )
+        error.on_all_ranks = True  # type: ignore[attr-defined]
+        raise error
 
 
 def _detected() -> tuple[str, int, int]:

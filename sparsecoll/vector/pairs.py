@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import kernels_of, kernels_of_values
-from sparsecoll.kernels.memory import asarray_like, empty
+from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.values import accumulator_dtype, saturating_cast, taken
 
@@ -63,7 +63,8 @@ def _combine(op: str | None, values: Any, first: Any, starts: Any) -> Any:
         return taken(values, np.concatenate([starts[1:], asarray_like(np.array([len(values)]), starts)]) - 1)
     if values.dtype.kind == "c":
         raise TypeError(f"op: expected no {op!r} of complex numbers, which have no order, got {values.dtype}")
-    return (np.minimum if op == "min" else np.maximum).reduceat(values, starts)  # a sum of bool is the logical or
+    fold = np.minimum if op == "min" else np.maximum  # a sum of bool is the logical or
+    return asarray_like(fold.reduceat(to_host(values), to_host(starts)), values)  # CuPy's cannot do it
 
 
 def run_starts(indices: Any) -> Any:

@@ -18,7 +18,7 @@ from sparsecoll.cli import doctor
 from sparsecoll.cli.main import main
 from sparsecoll.cli.network import measured_network
 from sparsecoll.cli.report import save
-from sparsecoll.transport import LocalTransport
+from sparsecoll.transport import LocalTransport, launcher
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -304,6 +304,18 @@ def test_bench_on_one_rank_says_so(capsys, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "3")
     main(small)
     assert "this job has 1 rank, but PMI_SIZE=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bench_under_the_launcher_of_another_mpi_is_refused_in_one_line(rank, capsys, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "3")
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    monkeypatch.setattr("sparsecoll.cli.job.default_comm", lambda: launcher.refuse_one_rank())
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--n", "1000"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 1 and err.count("\n") == (rank == 0)
+    assert err.startswith("sparsecoll: comm: expected 3 ranks, as PMI_SIZE says, got one" if rank == 0 else "")
 
 
 def test_simulate_on_one_rank_has_no_ratio(capsys):

@@ -1,5 +1,6 @@
 """Vectors, formats, residuals and every algorithm on device arrays: the bits and the bytes are those of the host."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from test_gpu_kernels import same
 import sparsecoll
 from sparsecoll import ALGORITHMS, DenseVector, Residual, SparseVector, formats, simulate
 from sparsecoll.formats import FORMATS
+from sparsecoll.kernels.memory import bind_current_stream
 from sparsecoll.select import SELECTORS
 
 NAMES = ["random", "empty_ranks", "one_region", "ties"]
@@ -178,3 +180,42 @@ def test_without_cupy_the_error_says_so():
     code = "import sys; sys.modules['cupy'] = None; from sparsecoll.kernels.memory import from_dlpack; from_dlpack(1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "on the GPU needs CuPy (pip install cupy-cuda13x)" in done.stderr
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max", "replace"])
+def test_pairs_with_repeated_indices(cp, op):
+    indices, values = np.array([4, 1, 4, 0, 1]), np.array([2.0, 3.0, 5.0, -1.0, -7.0], np.float32)
+    expected = SparseVector.from_pairs(indices, values, 6, op)
+    x = SparseVector.from_pairs(cp.asarray(indices), cp.asarray(values), 6, op)
+    assert same_bits(lowered(x), expected)
+
+
+def test_calls_in_other_threads_need_no_gpu(cp, monkeypatch):
+    """CuPy can be imported without a driver."""
+
+    class NoDevice(RuntimeError):
+        pass
+
+    def device():
+        raise NoDevice("cudaErrorNoDevice")
+
+    monkeypatch.setattr(cp.cuda, "Device", device)
+    monkeypatch.setattr(cp.cuda.runtime, "CUDARuntimeError", NoDevice, raising=False)
+    assert bind_current_stream(lambda: "done")() == "done"
+
+
+def test_calls_in_other_threads_use_the_current_stream_of_torch(monkeypatch):
+    torch = pytest.importorskip("torch")
+    current = []
+
+    @contextlib.contextmanager
+    def stream(chosen):
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    call = bind_current_stream(lambda: list(current))
+    assert call() == ["the caller's"] and not current

@@ -118,7 +118,10 @@ def synchronize() -> None:
 
 def bind_current_stream(call: Callable[[], T]) -> Callable[[], T]:
     """`call` for use in any thread: it runs on the device and the stream that are current now."""
-    device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
+    try:
+        device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
+    except cupy.cuda.runtime.CUDARuntimeError:  # there is CuPy, but no GPU or driver
+        return call
 
     def later() -> T:
         with device, stream:

@@ -117,14 +117,8 @@ class Group:
         part of the number of ranks before, and with `set_force_sum_reduction_for_comms`.
         """
         group = self._group
-        _, after, *_ = _get_gradient_divide_factors(
-            self.shard_group,
-            None,
-            values.dtype,
-            values.device.type,
-            group.gradient_divide_factor,
-            group.force_sum_reduction_for_comms,
-        )
+        given = values.dtype, values.device.type, group.gradient_divide_factor, group.force_sum_reduction_for_comms
+        _, after, *_ = _get_gradient_divide_factors(self.shard_group, None, *given)
         return after or 1.0
 
     def factor(self, replicas: int) -> float:

@@ -228,8 +228,8 @@ class Means(Window):
 
         def receive() -> None:
             (bucket, compressor), message, block = sent.popleft()
-            blocks = [block if r == transport.rank else transport.recv(r) for r in range(transport.size)]
             with bucket.layout.device.stream_context():
+                blocks = [block if r == transport.rank else transport.recv(r) for r in range(transport.size)]
                 bucket.combine(compressor, message, blocks)
                 if self._outer.rate(bucket.params.values()) is None:
                     bucket.form_mean()

@@ -126,7 +126,8 @@ class Reducer(Owner):
                 " zero_grad() of the optimizer before the next back-propagation"
             )
         self._rollback(self.means.replaced())
-        self._scaling.begin()
+        if self._scaling.scaler is not None:
+            self._scaling.begin()
 
     def _rollback(self, names: set[str]) -> None:
         """Restore the residuals of parameters whose gradients were thrown away after they had been reduced."""
@@ -260,7 +261,8 @@ class Reducer(Owner):
         if not self.buckets:
             self.make_buckets()
         self.steps.settle()
-        self._scaling.begin()  # unscale_() may have been called since
+        if self._scaling.scaler is not None:
+            self._scaling.begin()  # unscale_() may have been called since
         self._send_rest()
         if self.gradients.are(State.LOCAL):
             self.gradients.to(State.SENDING)

@@ -61,11 +61,8 @@ def check(
         raise ValueError(f"state_dict: expected the residuals that were saved, got none: {UNFILLED}")
     rank, size, method = transport.rank, transport.size, compressor.describe()
     if (state["rank"], state["size"]) != (rank, size):
-        cure = (
-            "load the file that this rank saved"
-            if state["size"] == size
-            else "sparsecoll.torch.redistribute makes it of all ranks' files"
-        )
+        other = "sparsecoll.torch.redistribute makes it of all ranks' files"
+        cure = "load the file that this rank saved" if state["size"] == size else other
         raise CommunicationError(
             f"state_dict: expected the one of rank {rank} of {size}, got that of rank {state['rank']} of"
             f" {state['size']}; {cure}"

@@ -148,11 +148,5 @@ def _meet(transport: Transport) -> tuple[Any, dict[str, str]] | None:
         if store is None:
             store = TCPStore(host, port, size, is_master=False)
     mine = next(members for members in nodes if rank in members)
-    return store, {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(mine.index(rank)),
-        "LOCAL_WORLD_SIZE": str(len(mine)),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-    }
+    places = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": mine.index(rank), "LOCAL_WORLD_SIZE": len(mine)}
+    return store, {name: str(value) for name, value in (places | {"MASTER_ADDR": host, "MASTER_PORT": port}).items()}
