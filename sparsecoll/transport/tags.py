@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,5 +57,5 @@ def report_of(why: str = "", **report: Any) -> Buffer:
 
 def as_json(what: dict[str, Any], sort: bool = False) -> bytes:
     """Return JSON; of NumPy's scalars as of Python's, and of other objects their representation, so that none fails."""
-    named = partial(json.dumps, default=lambda v: v.item() if isinstance(v, np.generic) else repr(v))
-    return named(what, sort_keys=sort).encode()
+    text = json.dumps(what, sort_keys=sort, default=lambda v: v.item() if isinstance(v, np.generic) else repr(v))
+    return text.encode()
