@@ -243,25 +243,33 @@ def test_short_secrets_are_refused(secret, monkeypatch):
         connect(Meeting({}, 0, 1))
 
 
-def test_a_rank_without_descriptors_for_strangers_goes_on(monkeypatch):
-    """Those that have called have to go."""
-    visits, entries, limit = Visits(silent), {}, [30]
+def listen_for_few(monkeypatch, limit):
+    """Let each rank have no descriptor after `limit` callers, again and again; return the list of these errors."""
+    errors, listen = [], addresses.listen
 
     class Few(socket.socket):
-        def accept(self):
-            if limit[0] == 0:
-                limit[0] = 30
-                raise OSError(24, "Too many open files")
-            limit[0] -= 1
-            return super().accept()
+        left = limit
 
-    listen = addresses.listen
+        def accept(self):
+            if self.left == 0:
+                self.left = limit
+                errors.append(OSError(24, "Too many open files"))
+                raise errors[-1]
+            self.left -= 1
+            return super().accept()
 
     def few(backlog):
         server, host = listen(backlog)
         return Few(server.family, server.type, fileno=server.detach()), host
 
     monkeypatch.setattr(addresses, "listen", few)
+    return errors
+
+
+def test_a_rank_without_descriptors_for_strangers_goes_on(monkeypatch):
+    """Those that have called have to go."""
+    visits, entries = Visits(silent), {}
+    refused = listen_for_few(monkeypatch, 30)
     with visits.stack:
         try:
             assert connected(lambda rank: Visited(entries, rank, P, visits))
@@ -269,6 +277,27 @@ def test_a_rank_without_descriptors_for_strangers_goes_on(monkeypatch):
             visits.over.set()
             for thread in visits.threads:
                 thread.join(60)
+    assert refused
+
+
+def test_all_ranks_learn_why_one_is_not_connected(monkeypatch):
+    """Those that it has refused since do not give that as the reason."""
+    entries = {}
+    listen_for_few(monkeypatch, 0)
+    monkeypatch.setattr(addresses, "listen_locally", lambda backlog: (None, ""))
+
+    class Slow(Meeting):
+        def fail(self, why):
+            time.sleep(0.5 if self.rank == 1 else 0)
+            super().fail(why)
+
+    def program(rank):
+        with pytest.raises(CommunicationError) as caught:
+            connect(Slow(entries, rank, 2), 60, SECRET)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(program, range(2))) == ["rank 1: [Errno 24] Too many open files"] * 2
 
 
 def test_ranks_listen_at_the_interface_of_the_route_only(monkeypatch):

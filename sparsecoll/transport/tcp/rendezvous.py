@@ -70,8 +70,8 @@ def connect(meeting: StoreMeeting, timeout: float | None = None, secret: str | b
     Raises:
         CommunicationError: Some rank did not come, cannot be reached or has another secret.
     """
-    try:
-        with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        try:
             rank, absent = meeting.rank, meeting.absent
             what = "waits for all ranks to make their first call on the communicator (absent: {})"
             watchdog = Watchdog(rank, lambda: what.format(", ".join(map(str, absent()))), timeout)
@@ -91,12 +91,13 @@ def connect(meeting: StoreMeeting, timeout: float | None = None, secret: str | b
                 _check(meeting, watchdog)
             meeting.clear()
             return party.transport()
-    except Exception as error:
-        text = f"{error}" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
-        why = str(error) if isinstance(error, CommunicationError) else f"rank {meeting.rank}: {text}"
-        with contextlib.suppress(Exception):  # the store may be what is lost
-            meeting.fail(why)
-        raise CommunicationError(why) from error
+        except Exception as error:  # told before the ports are closed: others would name a refused connection instead
+            text = f"{error}" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, CommunicationError) else f"rank {meeting.rank}: {text}"
+            with contextlib.suppress(Exception):  # the store may be what is lost
+                why = meeting.failed() or why
+                meeting.fail(why)
+            raise CommunicationError(why) from error
 
 
 def _secret(given: str | bytes | None) -> bytes:
