@@ -112,13 +112,13 @@ PAPERS |= {line: lambda *_: "none" for line in (f"dense{ALONE}", *SPARSE) if lin
 }
 LINES = {"dense": OTHERS["dense"], DROP_IN: OTHERS[DROP_IN], **CORRECTED, **OTHERS, **PAPERS}
 DDP = {  # in seconds: functions that register a hook
-    "DDP, gloo": lambda model: None,
-    "DDP, fp16 hook": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
-    "DDP, PowerSGD hook, rank 4": lambda model: harness.power_hook(model, start=10),
+    "DDP, gloo": lambda model, _: None,
+    "DDP, fp16 hook": lambda model, _: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "DDP, PowerSGD hook, rank 4": lambda model, steps: harness.power_hook(model, steps // 10),
 }
 TIMED = {"wide": (*DDP, BEST, DROP_IN), **dict.fromkeys(("vgg", "resnet"), (*DDP, DROP_IN))}
 TIMED["text"] = ("DDP, gloo, twice the rate", f"{ONE_BIT}, 2.5 times the rate", SAVED)
-TIMED["text"] += tuple(f"{line}, twice the rate" for line in [*DDP][1:])
+TIMED["text"] += (*(f"{line}, twice the rate" for line in [*DDP][1:]), "DDP, gloo, Muon 0.9, 8 times the rate")
 GOALS = {"%": -0.2, "bits per byte": 0.02}  # how far below the final quality of dense training is as good
 
 
@@ -206,7 +206,7 @@ def train(comm, name, line, seed, validate=False, points=8, timed=False):
     steps = int(task.epochs * (len(own) // batch))
     if hook is not None:
         called = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000 if "PowerSGD" in line else 25)
-        hook(called)
+        hook(called, steps)
     inner, optimizer = optimizers(task, line, model, comm, steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda s: min((s + 1) / (0.1 * steps), (steps - s) / steps))
     clip = None if line in CORRECTED else task.clip  # of each rank's own gradients
@@ -247,7 +247,7 @@ def run(key, validate=False):
     torch.set_num_threads(1)
     name, line, P, seed = key
     row = simulate(P, lambda comm: train(comm, name, line, seed, validate)).results[0]
-    return dict(zip(KEY, key, strict=True)) | {"commit": about()["commit"], **row}
+    return dict(zip(KEY, key, strict=True)) | {name: about()[name] for name in ("machine", "commit")} | row
 
 
 def known(options):
@@ -261,7 +261,7 @@ def timed_rows(options, comm):
     keys, have = [(*net, comm.size, seed) for net in nets for seed in options.seeds], known(options)
     for key in [key for key in keys if key not in have]:
         row = train(comm, *key[:2], key[3], points=35, timed=True)
-        yield dict(zip(KEY, key, strict=True)) | {"commit": about()["commit"], **row}
+        yield dict(zip(KEY, key, strict=True)) | {name: about()[name] for name in ("machine", "commit")} | row
 
 
 def rows(options):

@@ -39,6 +39,17 @@ def options(text, arguments=None, **defaults):
     return parsed
 
 
+def joined_about(options):
+    """Return machine, versions and commit; with --update the machines and commits of the file, too."""
+    about = timing.about()
+    if options.update and options.json.exists():
+        old = json.loads(options.json.read_text())["about"]
+        about |= {
+            name: "; ".join(dict.fromkeys((*old[name].split("; "), about[name]))) for name in ("machine", "commit")
+        }
+    return about
+
+
 def kept_rows(options):
     """Return the rows of the file that --update keeps."""
     return json.loads(options.json.read_text())["rows"] if options.update and options.json.exists() else []
@@ -49,7 +60,7 @@ def record(rows, options, rank=0, key=(), hide=()):
 
     With --update, rows of the file stay unless a new row has the same values in the columns of `key`.
     """
-    kept = kept_rows(options)
+    kept, about = kept_rows(options), joined_about(options)
     found = []
     for row in rows:
         found.append(row)
@@ -57,13 +68,13 @@ def record(rows, options, rank=0, key=(), hide=()):
         if rank == 0:
             print("  ".join(f"{name} {cell(value)}" for name, value in row.items() if name not in hide), flush=True)
             if options.json:
-                save(options.json, {"about": timing.about(), "rows": kept + found})
+                save(options.json, {"about": about, "rows": kept + found})
 
 
 def run_sections(sections, options, **about):
     """Run the sections that --only names, or all; print each as a table, and save all as lists of rows by name."""
     saved = json.loads(options.json.read_text()) if options.update else {}
-    saved["about"] = timing.about() | about
+    saved["about"] = joined_about(options) | about
     for section in sections:
         if not options.only or section.__name__ in options.only:
             saved[section.__name__] = list(section(options))
@@ -142,7 +153,7 @@ def link_bytes(interface):
 
 
 def power_hook(model, start):
-    """Register DDP's own PowerSGD of rank 4, from a step on."""
+    """Register DDP's own PowerSGD of rank 4, from a step on: torch advises a tenth of all steps."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
     state = power.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=start)
