@@ -1,6 +1,6 @@
 """Measures the rows of README's table, docs/benchmarks.md and docs/choosing.md; writes the tables of all pages.
 
-python perf/benchmarks.py                # as root (network namespaces), about 45 minutes on two cores
+python perf/benchmarks.py                # as root (network namespaces), hours on two cores
 python perf/benchmarks.py --render       # only tables and figures, from the rows in perf/results
 """
 
@@ -57,7 +57,8 @@ def measure():
         run(bench_of, "memory", 4, "memory")
         found += load("memory")["rows"]
     harness.save(RESULTS / "memory.json", {"about": about(), "rows": found})
-    subprocess.run([sys.executable, "perf/volume.py", "--scaling", "--json", str(RESULTS / "scaling.json")], check=True)
+    scaling = f"perf/volume.py --scaling --ranks 4 16 64 256 1024 --json {RESULTS / 'scaling.json'}"
+    subprocess.run([sys.executable, *scaling.split()], check=True)
 
 
 def breakeven():

@@ -24,7 +24,7 @@ class Collector:
     `sparsecoll_sent_bytes_total{communicator="world", algorithm="oktopk", phase="split"}`, likewise `received_bytes`,
     `sent_messages`, `received_messages` and `seconds`, and `sparsecoll_calls_total` without a phase. A call counts when
     it has ended. The algorithm of a call that has none is the name of the call; the phase is "" outside of phases.
-    Needs `pip install 'sparsecoll[metrics]'`.
+    Needs `pip install '.[metrics]'`.
 
     Args:
         traffic: counters of communicators by the label `communicator`, each in one Collector at most.

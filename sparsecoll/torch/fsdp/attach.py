@@ -50,9 +50,9 @@ def attach(
         replicas: the ranks with the same shard: a one-dimensional DeviceMesh, such as `mesh["replicate"]`, or a
             ProcessGroup; None, the default, if each shard is on one rank.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or a sparsecoll.Algorithm object, for
-            top k over it (default: "topk"). With `replicas` all except COVAP; without, "topk" with algo="auto", "fp16"
-            and "none", of which every entry goes straight to the rank that owns its part: 2k(P-1)/P words if entries
-            are spread evenly, n(P-1)/2P and n(P-1)/P.
+            top k over it (default: "topk"). With `replicas` all except COVAP and sgdtopk; without, "topk" with algo="auto",
+            "fp16" and "none", of which every entry goes straight to the rank that owns its part: 2k(P-1)/P words if
+            entries are spread evenly, n(P-1)/2P and n(P-1)/P.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
         grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are unscaled before they are added
             to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
