@@ -154,6 +154,13 @@ def shrunk(comm):
         report(error=str(error))
         os._exit(0)
     report(size=comm.size, sum=float(call(comm).values.sum()), expected=float(sum_of_all(comm)))
+    comm = sparsecoll.shrink(comm)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2)
+    with outcome_reported():  # of the first call on it
+        call(comm, timeout=30)
+    report(left=sparsecoll.shrink(comm).size)
     os._exit(0)
 
 

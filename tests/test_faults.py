@@ -128,8 +128,14 @@ def test_the_watchdog_says_who_waits_for_whom(well):
 def test_survivors_go_on_where_mpi_can(ulfm):
     rows, text = ulfm
     for rank in (0, 1):
-        last = rows["shrunk"][rank][-1]
+        last = rows["shrunk"][rank][1]
         assert last["size"] == 2 and last["sum"] == last["expected"], text
+
+
+def test_a_rank_that_is_killed_before_the_first_call_is_no_other_error(ulfm):
+    rows, text = ulfm
+    *_, first, last = rows["shrunk"][0]
+    assert "out of use since MPI_ERR_" in first["error"] and last["left"] == 1, text
 
 
 def test_calls_after_mpi_was_finalized_raise():

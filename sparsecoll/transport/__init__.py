@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from typing import Any
 
 from sparsecoll.errors import CommunicationError
@@ -14,6 +15,9 @@ from sparsecoll.transport.process_groups import default_group, group_transport, 
 from sparsecoll.transport.sim import SimComm as SimComm, Simulation as Simulation, simulate as simulate
 from sparsecoll.transport.virtual_ranks import DeadlockError as DeadlockError
 from sparsecoll.transport.waiting import check_timeout as check_timeout, usable
+
+_lock = threading.Lock()
+_alone: list[LocalTransport] = []  # what None stands for without MPI and torch.distributed
 
 
 def as_transport(comm: Any, timeout: Any = None) -> Transport:
@@ -108,8 +112,7 @@ def shrink(comm: Any) -> Any:
 
 
 def _is_mpi4py(comm: Any) -> bool:
-    kind = type(comm)
-    return kind.__module__ == "mpi4py.MPI" or any(base.__module__.startswith("mpi4py") for base in kind.__mro__)
+    return any(base.__module__.startswith("mpi4py") for base in type(comm).__mro__)
 
 
 def _refuse_beside_group() -> None:
@@ -131,5 +134,8 @@ def default_comm() -> Any:
     try:
         from sparsecoll.transport.mpi import world
     except (ImportError, RuntimeError):
-        return LocalTransport()
+        with _lock:
+            if not _alone or _alone[0].broken:
+                _alone[:] = [LocalTransport()]  # the same for all calls, which it keeps in order
+            return _alone[0]
     return world()

@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any
 
 from sparsecoll.errors import CommunicationError, check_integer
+from sparsecoll.transport.all_ranks import barrier
 from sparsecoll.transport.base import Transport
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.tcp import TcpTransport, connect as connect_ranks
 from sparsecoll.transport.waiting import Abandoned, check_timeout
 
@@ -156,7 +158,7 @@ class StoreMeeting:
     """
 
     def __init__(self, store: Any, rank: int, size: int, prefix: str, counted: bool = False, start: str = "") -> None:
-        self._store, self.rank, self.size = store, rank, size
+        self._store, self.rank, self.size = store, int(rank), int(size)  # of NumPy's, proofs would differ
         self._prefix, self._counted, self._entry = prefix, counted, ""
         self._number, self._failed = self._next_meeting() if counted else 0, f"failed/{start}"
 
@@ -244,6 +246,8 @@ def connect(
         raise
     transport = connect_ranks(StoreMeeting(store, rank, size, PREFIX), timeout, secret)
     transport.cure = "connect the ranks again, by another store"
+    with CollectiveCall(transport, "connect", timeout), transport.set_up():
+        barrier(transport)  # the store may end with the rank that returns first
     return transport
 
 

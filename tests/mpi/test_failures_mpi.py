@@ -124,10 +124,10 @@ def test_calls_in_the_background_fail_and_go_on(comm, algo):
 
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="needs MPI")
 def test_first_calls_of_two_threads(comm, monkeypatch):
-    """The second one is refused; the first one, and calls after one that was interrupted, find the communicator."""
+    """The second one is refused. A first call that was interrupted may have sent something: there is no other one."""
     from sparsecoll.transport.mpi import communicators  # under torchrun, no test imports MPI
 
-    own, duplicate = comm.Dup(), communicators._duplicate
+    own, other, duplicate = comm.Dup(), comm.Dup(), communicators._duplicate
 
     def meanwhile(*given):
         with pytest.raises(CommunicationError, match="two threads made calls at the same time"):
@@ -136,7 +136,10 @@ def test_first_calls_of_two_threads(comm, monkeypatch):
 
     monkeypatch.setattr(communicators, "_duplicate", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        as_transport(own)
+        as_transport(other)
+    with pytest.raises(CommunicationError, match=r"its first call failed on rank .: ZeroDivisionError"):
+        as_transport(other)
     monkeypatch.setattr(communicators, "_duplicate", meanwhile)
     assert sparsecoll.allreduce(own, SparseVector([comm.rank], [1.0], comm.size)).nnz == comm.size
     own.Free()
+    other.Free()

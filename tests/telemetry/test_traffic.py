@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from launching import python
 
 import sparsecoll
 from sparsecoll import SparseVector, simulate
@@ -58,3 +59,20 @@ def test_total_seconds_are_those_inside_calls_and_counted_once(name):
 
     for counted, passed in simulate(P, program, network=sparsecoll.Network(1e-3, 1e-6)).results:
         assert counted == pytest.approx(passed) and passed > 0
+
+
+ALONE = """
+import numpy as np
+import sparsecoll
+
+x = np.arange(9.0)
+requests = [sparsecoll.iallreduce(None, x, k=2) for _ in range(4)]
+sparsecoll.allreduce(None, x, k=2)
+assert all(request.test() for request in requests)  # calls are made in order
+print(sparsecoll.traffic(None) is sparsecoll.traffic(None), sparsecoll.traffic(None).total.seconds > 0)
+"""
+
+
+def test_without_mpi_and_torch_none_is_one_communicator():
+    blocked = f"import sys; sys.modules['mpi4py'] = None{ALONE}"
+    assert python("-c", blocked, check=True).stdout == "True True\n"

@@ -191,9 +191,9 @@ def test_names_of_calls_have_numbers_of_their_own():
 
 def test_a_report_of_differences_fits_a_screen():
     def program(comm):
-        x = SparseVector([1], np.ones(1), 10 + comm.rank)
-        with pytest.raises(CommunicationError) as caught:
-            sparsecoll.reduce_scatter(comm, x, [*range(comm.rank, 3000), *[3000] * 2])
+        with pytest.raises(CommunicationError) as caught, CollectiveCall(comm.transport, "long") as call:
+            call.signature |= {"length": 10 + comm.rank, "names": [*range(comm.rank, 3000), *[3000] * 2]}
+            call.agree(entries=0)
         return str(caught.value)
 
     text = simulate(6, program).results[0]

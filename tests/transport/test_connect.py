@@ -1,5 +1,6 @@
 """Ranks that have a store of torch.distributed in common, and no registered process group."""
 
+import random
 import subprocess
 import sys
 import threading
@@ -158,3 +159,37 @@ def test_sockets_are_closed_with_the_communicator():
         for comm in comms:
             comm.close()
     assert threading.active_count() <= before
+
+
+def test_ranks_and_sizes_may_be_numpys():
+    comms = outcomes([(np.int64(rank), np.int32(2)) for rank in range(2)])
+    assert [type(comm.rank) for comm in comms] == [int, int], comms
+    for comm in comms:
+        comm.close()
+
+
+class Ending:
+    """A store of one rank, which ends when the first rank has returned, with the process that has it."""
+
+    def __init__(self, store, over):
+        self.store, self.over = store, over
+
+    def __getattr__(self, name):
+        if self.over:
+            raise dist.DistNetworkError("the store has ended")
+        time.sleep(random.random() * 0.003)
+        return getattr(self.store, name)
+
+
+def test_the_store_may_end_with_the_rank_that_returns_first():
+    for _ in range(10):
+        store, over = dist.HashStore(), []
+
+        def one(rank, store=store, over=over):
+            comm = sparsecoll.connect(Ending(store, over), rank, 3, timeout=60)
+            over.append(rank)
+            return comm
+
+        with ThreadPoolExecutor(3) as pool:
+            for comm in pool.map(one, range(3)):
+                comm.close()

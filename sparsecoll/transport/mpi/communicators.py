@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport import process
@@ -19,6 +20,7 @@ from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Abandoned, out_of_
 _lock = threading.Lock()
 _keyval: list[int] = []
 _serial = [0]  # the greatest one of this process's transports
+_broken: list[MpiTransport] = []
 _process = os.getpid()  # one that was forked from it must call nothing of MPI
 NO_ULFM = "shrink: this MPI has no ULFM, or it is off: with Open MPI, start the job by mpirun --with-ft ulfm"
 
@@ -36,6 +38,28 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
             forked from one that uses MPI, or MPI has been finalized.
         RuntimeError: MPI has not been initialized.
     """
+    _check(comm)
+    key = _key()
+    with _lock:
+        transport: Any = comm.Get_attr(key)
+        if transport is None:
+            comm.Set_attr(key, Abandoned("two threads made calls at the same time"))  # for another thread
+    if transport is None:
+        serial = np.array(_serial)
+        try:
+            transport = _duplicate(comm, timeout, serial)
+        except BaseException as error:  # others wait, and MPI may still use `serial`
+            comm.Set_attr(key, Abandoned(f"its first call failed on rank {comm.rank}: {error!r}", serial))
+            raise
+        comm.Set_attr(key, transport)
+    if isinstance(transport, Abandoned):
+        raise transport.error()
+    assert isinstance(transport, MpiTransport)
+    return transport
+
+
+def _check(comm: Any) -> None:
+    """Raise unless it is an intracommunicator that this process may use."""
     if os.getpid() != _process:
         raise out_of_use(FORKED, CALL_PARENT)
     if MPI.Is_finalized():  # which would abort the process
@@ -47,25 +71,9 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
     if not isinstance(comm, MPI.Intracomm):
         cure = ": use comm.Merge()" if isinstance(comm, MPI.Intercomm) else ""
         raise TypeError(f"comm: expected an mpi4py intracommunicator, got {type(comm).__name__}{cure}")
-    key = _key()
-    with _lock:
-        transport: Any = comm.Get_attr(key)
-        if transport is None:
-            comm.Set_attr(key, Abandoned("two threads made calls at the same time"))  # for another thread
-    if transport is None:
-        try:
-            transport = _duplicate(comm, timeout)
-        except BaseException:
-            comm.Delete_attr(key)
-            raise
-        comm.Set_attr(key, transport)
-    if isinstance(transport, Abandoned):
-        raise transport.error()
-    assert isinstance(transport, MpiTransport)
-    return transport
 
 
-def _duplicate(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | Abandoned:
+def _duplicate(comm: MPI.Intracomm, timeout: float | None, serial: NDArray[Any]) -> MpiTransport | Abandoned:
     """Return a transport over a duplicate of `comm`.
 
     MPI_Comm_dup has no timeout. Two barriers come first, so that a rank only enters it if all others do: after the
@@ -74,14 +82,13 @@ def _duplicate(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | Aba
     """
     what = "waits for all ranks to make their first call on the communicator"
     waiter = Waiter(comm.rank, lambda: what, timeout, abort=partial(comm.Abort, 1))
-    serial = np.array(_serial)
-    for _ in range(2):
-        request = comm.Iallreduce(MPI.IN_PLACE, serial, MPI.MAX)
-        while not request.Test():
-            try:
+    try:
+        for _ in range(2):
+            request = comm.Iallreduce(MPI.IN_PLACE, serial, MPI.MAX)
+            while not request.Test():
                 waiter.pause()
-            except CommunicationError as error:
-                return Abandoned(str(error), (request, serial))  # which MPI still uses
+    except (CommunicationError, MPI.Exception) as error:  # of MPI, if it knows a lost rank
+        return Abandoned(str(error), serial)  # which MPI still uses
     transport = MpiTransport(comm.Dup())
     transport.serial = int(serial[0]) + 1
     _serial[0] = max(_serial[0], transport.serial)
@@ -102,8 +109,9 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> N
     if transport.worker is not None:
         transport.worker.close()
         transport.worker = None
-    # The duplicate of a broken one is kept: a new communicator would receive the messages left in it.
-    if not MPI.Is_finalized() and not transport.broken:
+    if transport.broken:  # a new communicator would receive the messages left in it, and MPI may still use its memory
+        _broken.append(transport)
+    elif not MPI.Is_finalized():
         transport.comm.Free()
     transport.close()
 
@@ -115,17 +123,18 @@ def _leave(*_: object) -> None:
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     """See `sparsecoll.shrink`."""
-    transport = mpi_transport(comm)
-    before, off = transport.broken, os.environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("0", "false")  # noqa: SIM112
+    _check(comm)
+    own = comm.Get_attr(_key())  # no transport if there was no call, or if the first one has failed
+    off = os.environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("0", "false")  # noqa: SIM112
     if off and MPI.Get_library_version().startswith("Open MPI"):  # whose Shrink() would wait for ever
         raise CommunicationError(NO_ULFM)
-    transport.broken = before or "it was shrunk"
     try:
-        for revoked in (transport.comm, comm):
-            revoked.Revoke()
+        if isinstance(own, MpiTransport):
+            own.comm.Revoke()
+            own.broken = own.broken or "it was shrunk"
+        comm.Revoke()
         return cast(MPI.Intracomm, comm.Shrink())
     except NotImplementedError as error:
-        transport.broken = before
         raise CommunicationError(NO_ULFM) from error
     except MPI.Exception as error:
         raise CommunicationError(f"shrink: this MPI cannot continue without lost ranks: {error}") from error

@@ -173,6 +173,7 @@ class MpiTransport(Transport):
             channels.append(queue[0] if queue else IncomingMessage(self, source))
             channels[source].expected = None
             queue.clear()
+        self._kept.append(channels)  # until the end, which a report, a timeout or an interrupt may keep it from
         waiter = self.watchdog(lambda: f"waits for the report of rank {', '.join(map(str, missing))}", error)
         while missing:
             arrived = False
@@ -183,6 +184,7 @@ class MpiTransport(Transport):
                     yield source, incoming.tag, incoming.joined()
             if not arrived:
                 waiter.pause()
+        self._kept.pop()
         self.waitall()
 
     def revoke(self, report: Buffer) -> None:
