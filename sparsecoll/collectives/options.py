@@ -288,19 +288,22 @@ def check_root(root: Any, transport: Transport) -> int:
     return int(root)
 
 
-def as_edges(boundaries: Any) -> list[int] | None:
-    """Return boundaries as integers, None as it is; raise TypeError unless they are integers."""
+def as_edges(boundaries: Any, parts: int) -> list[int] | None:
+    """Return boundaries as integers, None as it is; raise an error unless they are parts + 1 integers."""
     try:
-        return None if boundaries is None else [operator.index(edge) for edge in boundaries]
+        edges = None if boundaries is None else [operator.index(edge) for edge in boundaries]
     except TypeError:
         raise TypeError(f"boundaries: expected a sequence of integers or None, got {boundaries!r}") from None
+    if edges is not None and len(edges) != parts + 1:
+        raise ValueError(f"boundaries: expected {parts + 1} ascending ones from 0 to the length, got {len(edges)}")
+    return edges
 
 
 def check_boundaries(boundaries: Any, length: int, parts: int) -> list[int]:
     """Return the boundaries as integers, those of equal parts for None; raise as `as_edges` or ValueError if wrong."""
-    edges = as_edges(boundaries)
+    edges = as_edges(boundaries, parts)
     if edges is None:
         return [length * j // parts for j in range(parts + 1)]
-    if len(edges) != parts + 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
+    if edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
         raise ValueError(f"boundaries: expected {parts + 1} ascending ones from 0 to {length}, got {edges}")
     return edges

@@ -88,7 +88,7 @@ def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundari
         raise ValueError(f"owner, boundaries: expected one of them, got {owner!r} and {boundaries!r}")
     if owner is not None and not isinstance(owner, str):
         raise TypeError(f"owner: expected one of {', '.join(map(repr, OWNERS))}, got {owner!r}")
-    edges = as_edges(boundaries)
+    edges = as_edges(boundaries, transport.size)
     owners = RowOwners("hash" if owner is None else owner) if rows is not None and edges is None else None
     call.signature |= {"boundaries": edges, "owner": owners and owners.owner}
     channel, entries, back = options.agree(call, x, sums=True, converted=rows)

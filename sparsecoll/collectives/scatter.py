@@ -84,9 +84,8 @@ def scatter(comm: AnyComm, x: Any, root: int = 0, boundaries: Edges = None, **op
 
 def _messages(x: Any, P: int, boundaries: Any, options: CallOptions) -> list[Buffer]:
     """Return the message for each rank."""
-    if isinstance(x, tuple) and not (len(x) == 3 and isinstance(x[2], Integral)):  # that is one vector
-        x = list(x)
-    if not isinstance(x, list):
+    one = isinstance(x, tuple) and len(x) == 3 and isinstance(x[2], Integral)  # (indices, values, length)
+    if one or not isinstance(x, (list, tuple)):
         entries, back = options.to_entries(x, sums=False)
         edges = check_boundaries(boundaries, entries.length, P)
         return [pack(options, *back.of_part(part)) for part in entries.split(edges)]

@@ -55,13 +55,12 @@ def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, ToMapping]:
 
 
 def _keys(keys: list[Any]) -> NDArray[Any]:
-    array = np.array(keys) if keys else np.empty(0, np.int64)
+    kinds = [one for one in set(map(type, keys)) if one is bool or not issubclass(one, (int, np.integer))]
+    array = np.array(keys) if keys and not kinds else np.empty(0, np.int64)
     if array.dtype.kind == "f":  # of uint64 beside other integers
-        array = np.array([int(key) if isinstance(key, np.integer) else key for key in keys])
-    largest = array.max(initial=0) if array.dtype.kind in "iu" else END
-    if largest >= END or array.ndim != 1 or any(isinstance(key, bool) for key in keys):
-        other = [key for key in keys if isinstance(key, bool) or not isinstance(key, (int, np.integer))]
-        wrong = other[0] if other else max(keys)
+        array = np.array([int(key) for key in keys])
+    if kinds or array.dtype.kind not in "iu" or array.max(initial=0) >= END:
+        wrong = ([key for key in keys if type(key) in kinds] or [max(keys)])[0]
         cure = "int(key)" if isinstance(wrong, (bool, np.bool_)) else "str(key)"
         raise TypeError(
             "x: expected keys that are integers below 2^63 - 1, all str, all bytes, or all tuples of int and str,"
