@@ -114,7 +114,7 @@ class Residual:
         try:
             found = selector.select(self._acc, k)
             check_part("selector", found, self._acc)
-            chosen = found
+            chosen = found if isinstance(found, SparseVector) else found.to_sparse()
         finally:
             self._acc.clear_selected = False
             self._acc.commit(chosen)

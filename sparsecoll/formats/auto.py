@@ -60,13 +60,7 @@ class AutoFormat(Chooser):
     """
 
     name = "auto"
-    choices: ClassVar[tuple[Format, ...]] = (
-        CooFormat(),
-        DenseFormat(),
-        BitmapFormat(),
-        PackedFormat(),
-        DenseStreamFormat(),
-    )
+    choices: ClassVar[tuple[Format, ...]] = (COO, DenseFormat(), BitmapFormat(), PackedFormat(), DenseStreamFormat())
 
     beta: float | None = None
     choose: tuple[str, ...] = ("coo", "dense", "bitmap", "packed", "densestream")
@@ -79,7 +73,7 @@ class AutoFormat(Chooser):
             check_number("beta", self.beta, "[0, inf)", ": seconds per byte")
 
     def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Encoding]:
-        if self.beta is not None and _coo_is_fastest(self.beta, self.choose, x.indices.dtype.itemsize):
+        if self.beta is not None and _coo_is_fastest(self.beta, tuple(self.choose), x.indices.dtype.itemsize):
             return COO, COO.plan(x, wire)
         small = [name for name in ("coo", "packed") if name in self.choose] if x.nnz <= SMALL_NNZ else []
         choices = [form for form in self.choices if form.name in (small or self.choose)]
@@ -134,8 +128,6 @@ def choosing(beta: float | None, choose: tuple[str, ...] = AutoFormat.choose) ->
 @functools.lru_cache
 def _coo_is_fastest(beta: float, choose: tuple[str, ...], index_bytes: int) -> bool:
     """Return whether no format could be faster than coo for any vector, because the link is faster than encoding."""
-    if "coo" not in choose:
-        return False
     least = {name: c.encode + c.decode + c.encode_span + c.decode_span for name, c in CODING.items()}  # per entry
     others = [least[name] for name in choose if name != "coo"]
-    return least["coo"] + beta * index_bytes <= min(others, default=math.inf)
+    return "coo" in choose and least["coo"] + beta * index_bytes <= min(others, default=math.inf)

@@ -342,10 +342,10 @@ def holds_zeros(x: SparseVector, wire: WireDtype) -> bool:
 
 
 def nonzeros_of(values: NDArray[Any], nnz: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return positions and values of what is not zero; raise CommunicationError if that is more than nnz values."""
+    """Return positions and values of what is not zero; raise CommunicationError unless that is nnz values."""
     positions, nonzeros = kernels_of(values).select_at_least(values, 1, nnz)
-    if positions.size > nnz:
-        raise CommunicationError(f"message: {positions.size} nonzeros where the header says {nnz}")
+    if positions.size != nnz:
+        raise CommunicationError(f"message: expected {nnz} dense values other than zero, got {positions.size}")
     return positions, nonzeros
 
 

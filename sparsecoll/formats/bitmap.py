@@ -44,9 +44,9 @@ class BitmapFormat(Format):
             raise CommunicationError(f"message: a bitmap message of {nnz} entries cannot have {buffer.size} bytes")
         first = int(buffer[16:24].view(np.uint64)[0])
         words = buffer[24:middle].view(np.uint64)
-        if first + 64 * words.size > length + 63:
+        if first + 64 * (words.size - 1) + int(words[-1:].sum()).bit_length() > length:
             raise CommunicationError(f"message: {64 * words.size} bits from {first} on do not fit length {length}")
         indices = kernels_of(buffer).bitmap_read(words, first, nnz, index)
-        if indices is None or (nnz and int(indices[-1]) >= length):
-            raise CommunicationError(f"message: the bitmap does not hold {nnz} entries below {length}")
+        if indices is None:
+            raise CommunicationError(f"message: the bitmap does not hold {nnz} entries")
         return SparseVector.from_sorted_unchecked(indices, wire.unpack(buffer[middle:].view(wire.stored)), length)

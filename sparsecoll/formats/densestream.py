@@ -115,6 +115,7 @@ class DenseStreamFormat(Format):
             )
         numbers = kernels_of(buffer).numbers_read(buffer[middle:], width)
         starts, lengths = numbers[:blocks], numbers[blocks:]
+        lengths[lengths == 0] = length  # the low bytes of 256^width, if one block is the whole vector
         values = wire.unpack(buffer[START:middle].view(wire.stored))
         if not kernels_of(starts).blocks_fit(starts, lengths, values.size, length):
             raise CommunicationError(f"message: the {blocks} blocks of densestream do not fit length {length}")

@@ -70,8 +70,7 @@ class PackedFormat(Format):
         def write(buffer: Buffer) -> None:
             buffer[HEADER.size : START].view(np.uint64)[:] = x.indices[:1] if x.nnz else 0
             values.write(buffer[START:stop])
-            if stop < middle:
-                buffer[stop:middle] = 0
+            buffer[stop:middle] = 0
             buffer[middle : middle + 2].view(np.uint16)[:] = block
             buffer[middle + 2 : payload].view(np.uint16)[:] = table
             kernels.rice_encode(x.indices, table, block, buffer[payload:])

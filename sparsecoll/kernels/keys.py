@@ -134,7 +134,7 @@ def bits_and_mask(values: Array) -> tuple[Array, int]:
 
 def key_of(threshold: float, dtype: np.dtype[np.generic]) -> int:
     """The smallest key of a value of `dtype` whose magnitude is >= threshold; no integer reaches an infinite one."""
-    dtype = _magnitude_dtype(dtype)
+    dtype, threshold = _magnitude_dtype(dtype), max(threshold, 0.0)
     if not is_float(dtype):
         return int(np.ceil(threshold)) if np.isfinite(threshold) else nan_key(dtype)
     with np.errstate(over="ignore", under="ignore"):

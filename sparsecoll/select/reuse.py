@@ -54,7 +54,7 @@ class ThresholdReuse(Selector):
     @property
     def due(self) -> bool:
         """Whether the next call has to find the exact threshold."""
-        return self.value is None or self.age >= self.period
+        return not self.value or self.age >= self.period
 
     def accepts(self, count: int, k: int) -> bool:
         """Return whether a count is within the tolerance of k."""
@@ -63,7 +63,7 @@ class ThresholdReuse(Selector):
     def found(self, value: float, count: int, count_above_probe: int, exact: bool = True) -> None:
         """Store a threshold that `count` entries reach; `count_above_probe` entries reach PROBE times it."""
         usable = math.isfinite(value) and value > 0
-        if usable and self.value is not None:  # how far it is from what was expected
+        if usable and self.value:  # how far it is from what was expected
             self.drift += self.INTEGRAL * min(max(math.log(value / self.value), -self.JUMP), self.JUMP)
         self.value = value * math.exp(self.drift) if usable else None
         ratio = math.log(count / max(count_above_probe, 1)) / math.log(self.PROBE) if count else 1.0
@@ -109,7 +109,7 @@ class ThresholdReuse(Selector):
 
     def _update_steady(self, chosen: SparseVector, lowest: float) -> None:
         """Find out whether the threshold would have been accepted in this call, whose exact one is `lowest`."""
-        if self.value is None or not (0 < lowest < math.inf):
+        if not self.value or not (0 < lowest < math.inf):
             return
         k = chosen.nnz
         if self.value > lowest:

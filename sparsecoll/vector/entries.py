@@ -294,13 +294,8 @@ class Entries(Values):
     def _copy_if_overlapping(self, other: Values) -> Self:
         """Return the same entries in arrays that share no memory with those of `other`."""
         theirs = (other.indices, other.values) if isinstance(other, Entries) else (other.values,)
-        indices, values = self.indices, self._array
-        for array in theirs:
-            if may_share_memory(indices, array):
-                indices = indices.copy()
-            if may_share_memory(values, array):
-                values = values.copy()
-        return self if indices is self.indices and values is self._array else self._of((indices, values))
+        own = [a.copy() if any(may_share_memory(a, b) for b in theirs) else a for a in (self.indices, self._array)]
+        return self._of((own[0], own[1]))
 
     def __repr__(self) -> str:
         first = zip(to_host(self.indices[:SHOWN]).tolist(), to_host(self.values[:SHOWN]).tolist(), strict=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparsecoll import DenseVector, SparseVector, formats
+from sparsecoll import CommunicationError, DenseVector, SparseVector, formats
 from sparsecoll.formats import DenseStreamFormat, wire_dtype
 from sparsecoll.formats.densestream import number_bytes
 
@@ -83,3 +83,19 @@ def test_zeros_inside_blocks_carry_their_true_values_at_no_cost():
     arrived = formats.decode(formats.encode(filled, "densestream"), dense.size)
     assert arrived.indices.tolist() == filled.indices.tolist() and arrived.values.tolist() == filled.values.tolist()
     assert FORM.filled(SparseVector.empty(20_000, np.float32), source).nnz == 0
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(256, np.float32), (2**16, np.float64), (2**16, np.int8)])
+def test_a_block_of_all_coordinates(length, dtype):
+    """Its length does not fit into the bytes of a start."""
+    ones = np.ones(length, dtype)
+    for x in (SparseVector.from_dense(ones), SparseVector([0, length - 1], ones[:2], length)):
+        y = formats.decode(formats.encode(x, "densestream"), length)
+        assert y.nnz == x.nnz and (y.to_dense() == x.to_dense()).all()
+
+
+def test_a_message_that_has_lost_a_value_is_refused():
+    message = formats.encode(SparseVector([3, 4, 9], np.ones(3), 20), "densestream")
+    message[24:32] = 0
+    with pytest.raises(CommunicationError, match="expected 3 dense values other than zero, got 2"):
+        formats.decode(message, 20)

@@ -342,3 +342,21 @@ def test_registry_is_consistent():
         formats.decode(np.full(16, 77, np.uint8), 5)
     with pytest.raises(CommunicationError, match="no format has the id"):
         formats.decode(np.empty(0, np.uint8), 5)
+
+
+def test_damaged_messages_of_nearly_2_to_32_coordinates():
+    """A bit, or a first index, beyond the largest one that uint32 holds."""
+    x = SparseVector([2**32 - 6, 2**32 - 1], np.ones(2, np.float32), 2**32)
+    message = formats.encode(x, "bitmap")
+    message[24:32].view(np.uint64)[0] = 1 | 1 << 11
+    with pytest.raises(CommunicationError, match="do not fit length"):
+        formats.decode(message, 2**32)
+    message = formats.encode(SparseVector.empty(2**32, np.float32), "dense")
+    message[16:24].view(np.uint64)[0] = 2**32
+    with pytest.raises(CommunicationError, match="do not fit length"):
+        formats.decode(message, 2**32)
+
+
+def test_formats_to_choose_from_may_be_a_list():
+    x = SparseVector([3, 9], np.ones(2), 20)
+    assert formats.decode(formats.encode(x, formats.AutoFormat(beta=8e-9, choose=["coo", "packed"])), 20).nnz == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import Residual, select
+from sparsecoll import DenseVector, Residual, select
 from sparsecoll.select import Selector, TopK
 
 
@@ -46,3 +46,21 @@ def test_selectors_are_objects(algorithm):
     for wrong in ("dgc", select.TopK, 5):
         with pytest.raises(TypeError, match=r"selector: expected an object of sparsecoll\.select or None, got"):
             algorithm(selector=wrong)
+
+
+class Dense(Selector):
+    """Returns what it keeps as a dense vector."""
+
+    name = "dense"
+
+    def select(self, x, k):
+        values = x.to_dense()
+        return DenseVector(np.where(abs(values) >= np.sort(abs(values))[-k], values, 0))
+
+
+def test_a_selector_may_return_a_dense_vector():
+    residual, x = Residual(9, np.float64), np.array([0, 3.0, -1, 5, 0, 2, -4, 0, 1])
+    taken = residual.take(x, Dense(), 3)
+    assert taken.indices.tolist() == [1, 3, 6] and residual.array.tolist() == [0, 0, -1, 0, 0, 2, 0, 0, 1]
+    residual.restore(taken)
+    assert residual.array.tolist() == x.tolist()

@@ -125,3 +125,17 @@ def test_vector_views_and_counts():
     assert SparseVector([], np.empty(0), 0).density == 0.0
     assert SparseVector.from_dense(np.array([0, 1, -0.0, np.nan])).indices.tolist() == [1, 3]
     assert "nnz=3" in repr(x) and "length=3" in repr(DenseVector(np.ones(3)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "uint8", "float16"])
+def test_a_negative_threshold_selects_all(dtype):
+    """Such as a mean less two standard deviations."""
+    x = SparseVector([0, 1, 5], np.array([1, 2, 0], dtype), 9)
+    assert [x.threshold(t).nnz for t in (-1.5, -np.inf, 0.0, 1.5)] == [3, 3, 3, 1] and x.count_at_least(-1.5) == 3
+
+
+def test_thresholds_are_found_anew_where_they_have_become_zero():
+    """With any tolerance, each of these counts is near enough, and lowers the threshold."""
+    x, reuse = np.zeros(10_000), select.ThresholdReuse(tolerance=float("inf"))
+    x[:100] = np.random.default_rng(0).standard_normal(100)
+    assert {reuse.select(DenseVector(x), 300).nnz for _ in range(100)} == {100}

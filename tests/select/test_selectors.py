@@ -66,7 +66,7 @@ def test_no_integer_reaches_an_infinite_threshold():
         x = np.ones(5, dtype)
         for vector in (x, DenseVector(x).to_sparse()):
             assert select.threshold(vector, np.inf).nnz == 0 and select.threshold(vector, 1).nnz == 5
-        for t in (np.inf, -np.inf, np.nan):
+        for t in (np.inf, np.nan):
             assert DenseVector(x).threshold(t).nnz == 0
         for t in (-np.inf, np.nan):
             with pytest.raises(ValueError, match=r"t: expected in \[0, inf\]"):

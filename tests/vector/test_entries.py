@@ -344,3 +344,13 @@ def test_magnitudes_of_complex_and_unsigned_values():
     large = SparseVector([0, 1], np.array([2**64 - 1, 2**63], np.uint64), 4)
     assert abs(x).values[0] == 5 and abs(x).dtype == np.float64
     assert large.topk(1).indices.tolist() == [0] and SparseVector([0], np.array([-128], np.int8), 1).threshold(128).nnz
+
+
+@pytest.mark.parametrize("kernels", ["", "reference"])
+def test_a_row_as_long_as_its_indices_can_name(kernels, monkeypatch):
+    """2^32 columns have indices of uint32, which does not hold their number."""
+    monkeypatch.setenv("SPARSECOLL_KERNELS", kernels)
+    x = SparseVector([5, 2**32 - 1], np.array([1.0, 2.0]), 2**32)
+    matrix = x.to_scipy((1, 2**32), "csr")
+    assert matrix.indices.tolist() == [5, 2**32 - 1] and matrix.indptr.tolist() == [0, 2]
+    assert SparseVector.from_scipy(matrix).indices.tolist() == [5, 2**32 - 1]

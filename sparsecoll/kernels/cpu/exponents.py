@@ -101,7 +101,7 @@ def _exponent_encode(stored, bits, table, words, codes, out):  # type: ignore[no
 
 
 @jit
-def _exponent_decode(coded, bits, table, words, codes, exponents, out):  # type: ignore[no-untyped-def]
+def _exponent_decode(coded, bits, table, words, codes, out):  # type: ignore[no-untyped-def]
     kind = out.dtype.type
     up, top, mask = kind(8 * out.itemsize - bits), kind(8 * out.itemsize - 1), kind((1 << bits) - 1)
     offset = 0
@@ -148,12 +148,6 @@ def _exponent_decode(coded, bits, table, words, codes, exponents, out):  # type:
     return True
 
 
-def _scratch() -> tuple[Array, Array]:
-    """The codes of a block, eight in a word, and each."""
-    words = np.empty(BLOCK // 8, np.uint64)
-    return words, words.view(np.uint8)
-
-
 def exponent_table(stored: Array, bits: int) -> Array:
     table = np.empty(-(-stored.size // BLOCK), np.uint32)
     _exponent_table(stored, bits, np.zeros(256, np.int64), table)
@@ -161,8 +155,10 @@ def exponent_table(stored: Array, bits: int) -> Array:
 
 
 def exponent_encode(stored: Array, bits: int, table: Array, out: Array) -> None:
-    _exponent_encode(stored, bits, table, *_scratch(), out)
+    words = np.empty(BLOCK // 8, np.uint64)  # the codes of a block, eight in a word
+    _exponent_encode(stored, bits, table, words, words.view(np.uint8), out)
 
 
 def exponent_decode(coded: Array, bits: int, table: Array, out: Array) -> bool:
-    return bool(_exponent_decode(coded, bits, table, *_scratch(), np.empty(BLOCK, np.uint8), out))
+    words = np.empty(BLOCK // 8, np.uint64)
+    return bool(_exponent_decode(coded, bits, table, words, words.view(np.uint8), out))

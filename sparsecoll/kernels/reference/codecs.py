@@ -39,8 +39,7 @@ def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
     out[:] = 0
     steps = np.diff(indices.astype(np.int64), prepend=-1)
     steps = np.where(steps > gap + 1, 1, steps)
-    if steps.size:
-        steps[0] = 0
+    steps[:1] = 0
     out[np.cumsum(steps)] = values
 
 

@@ -62,8 +62,6 @@ def where_in(a: Array, b: Array, invert: bool = False) -> Array:
 
 def first_unsorted(indices: Array, length: int) -> int:
     """Position of the first index that is not above its predecessor or is >= length; -1 if there is none."""
-    if indices.size == 0:
-        return -1
     bad = indices >= np.uint64(length)
     bad[1:] |= indices[1:] <= indices[:-1]
     return int(np.argmax(bad)) if bad.any() else -1
