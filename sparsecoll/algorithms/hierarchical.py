@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, reduced
+from sparsecoll.algorithms.spardl import SparDL
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport.all_ranks import joined, node_members, separated
@@ -42,6 +43,7 @@ class Hierarchical(Algorithm):
     inner: str | Algorithm = field(default="auto", compare=False)  # its state is that of _between
     _between: Algorithm = field(init=False, repr=False)
     _calls: int = field(default=0, init=False, repr=False)
+    _leaders: list[int] = field(default_factory=list, init=False, repr=False)  # the first ranks of the nodes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,8 +64,11 @@ class Hierarchical(Algorithm):
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select with this object's selector or, without one, as `inner` does; the top k if `inner` selects none."""
-        entries = super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)
-        return entries if isinstance(entries, SparseVector) else topk(x, k)
+        if self.selector is not None:
+            return super().select(x, k)
+        blocks = isinstance(self._between, SparDL)  # which are those of the nodes
+        entries = Algorithm.select(self._between, x, k) if blocks else self._between.select(x, k, ranks)
+        return topk(x, k) if entries is x else entries
 
     def replicated_state(self) -> tuple[int, int]:
         """Return the number of calls: only some ranks have the state of `inner`, and none has one for an exact sum."""
@@ -73,6 +78,10 @@ class Hierarchical(Algorithm):
         self._calls += 1
         with channel.phase("nodes"):
             nodes = node_members(channel.transport)
+        leaders = [members[0] for members in nodes]
+        if self._leaders not in ([], leaders):  # a loaded state of other nodes, of which the new first ranks have none
+            self._between.reset()
+        self._leaders = leaders
         mine = next(members for members in nodes if channel.rank in members)
         if channel.rank != mine[0]:
             with channel.phase("inside"):
@@ -83,7 +92,7 @@ class Hierarchical(Algorithm):
             parts = [x, *(channel.recv(rank) for rank in mine[1:])]
             total = channel.merge(parts, partial=True)
             entering = channel.round(total)
-        between = channel.group([members[0] for members in nodes])
+        between = channel.group(leaders)
         reduction = reduced(self._between, between, entering, k)
         value = reduction.value.to_sparse()
         contributed = reduction.contributed.to_sparse() if channel.op.sums else entering

@@ -130,9 +130,8 @@ class SparCML(Algorithm):
         value = SparseVector.concatenate([chunk[owner].astype(x.dtype) for owner in range(size) for chunk in chunks])
 
         def contributed() -> Vector:
-            total = SparseVector.concatenate(totals)
-            arrived = SparseVector.concatenate([chunk[rank].astype(total.dtype) for chunk in chunks])
-            return Loss(channel, SparseVector.merge([total, -arrived], total.dtype).drop_zeros()).subtract_from(x)
+            arrived = SparseVector.concatenate([chunk[rank] for chunk in chunks])
+            return Loss(channel, SparseVector.concatenate(totals).rounding_error(arrived)).subtract_from(x)
 
         return Reduction(value, contributed)
 

@@ -62,9 +62,7 @@ def rows(
     named = algos if isinstance(algos, Mapping) else {str(Call(algo, None)): algo for algo in algos}
     if len(named) < len(algos):
         raise ValueError(f"algos: expected different names, got {', '.join(named)} for {len(algos)}: pass a dict")
-    lengths, densities = _several(n), _several(density)
-    for wrong in (length for length in lengths if length < 1):
-        raise ValueError(f"n: expected at least 1, got {wrong}")
+    lengths, densities = [check_integer("n", length, 1) for length in _several(n)], _several(density)
     check_integer("repeat", repeat, 1)
     some = []
     for name, algo in named.items():

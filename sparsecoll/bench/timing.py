@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -131,8 +132,13 @@ class Call:
             if isinstance(self.algo, type) or not hasattr(self.algo, "name"):
                 found = f"the class {self.algo.__name__}" if isinstance(self.algo, type) else repr(self.algo)
                 raise TypeError(f"algo: expected text, an Algorithm or a Compressor object, got {found}")
-            return copy.deepcopy(self.algo)
+            own = copy.deepcopy(self.algo)
+            if self.density is not None and hasattr(own, "density"):  # of a Compressor, as k of an Algorithm
+                own.density = self.density
+            return own
         if self.compressor:
+            if self.density is not None and re.search("[:,]density=", self.algo):
+                raise ValueError(f"compressor: expected --density instead of density, got {self.algo!r}")
             return names.compressor(self.algo, density=self.density)
         made = names.algorithm(self.algo)
         if made.k is not None:

@@ -1,5 +1,8 @@
 """Hierarchical: the result of the inner algorithm, and bytes between nodes that do not grow with ranks per node."""
 
+import copy
+from functools import partial
+
 import numpy as np
 import pytest
 from cases import DISTRIBUTIONS, case, pairwise, same_bits
@@ -136,3 +139,44 @@ def test_ranks_that_do_not_lead_their_node_get_the_dtype_of_the_input():
 
     results = simulate(4, program, ranks_per_node=2).results
     assert results[0][0] == "bfloat16" and len(set(results)) == 1
+
+
+@pytest.mark.parametrize("inner", ["cltk", "oktopk", sparsecoll.Auto(want="top_k_of_sum")], ids=str)
+def test_a_state_is_loaded_on_other_nodes(inner):
+    """Whose first ranks have had no state."""
+    x = [[np.random.default_rng([rank, t]).standard_normal(300) for t in range(6)] for rank in range(4)]
+
+    def run(comm, states=None):
+        algo = Hierarchical(inner=copy.deepcopy(inner))
+        if states:
+            algo.load_state_dict(states[comm.rank])
+        sums = [sparsecoll.allreduce(comm, own, algo, k=5) for own in x[comm.rank]]
+        return algo.state_dict(), [y.values.tobytes() for y in sums]
+
+    states = [state for state, _ in simulate(4, run, ranks_per_node=4).results]
+    for ranks_per_node in (2, 1):
+        results = simulate(4, partial(run, states=states), ranks_per_node=ranks_per_node).results
+        assert len({tuple(sums) for _, sums in results}) == 1
+
+
+def test_no_coordinate_waits_for_ever_with_fewer_entries_than_ranks():
+    def program(comm):
+        algo, acc = Hierarchical(inner="spardl"), np.zeros(40)
+        for _ in range(400):
+            acc += 1
+            acc -= sparsecoll.allreduce(comm, acc, algo, k=1, return_reduction=True).contributed.to_dense()
+        return acc.max()
+
+    assert max(simulate(4, program, ranks_per_node=2).results) < 200
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_sparse_vectors_are_selected_like_dense_ones(inner):
+    def program(comm, sparse):
+        x = np.random.default_rng(comm.rank).standard_normal(1000)
+        x = SparseVector.from_dense(x) if sparse else x
+        y = sparsecoll.allreduce(comm, x, Hierarchical(inner=inner), k=5, return_reduction=True)
+        return y.contributed.nnz, y.traffic.phases["inside"].bytes_sent
+
+    sparse, dense = (simulate(4, partial(program, sparse=kind), ranks_per_node=2).results for kind in (True, False))
+    assert all(nnz <= 5 for nnz, _ in sparse) and max(sent for _, sent in sparse) < 2000, (sparse, dense)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sparsecoll import simulate
+import sparsecoll
+from sparsecoll import OkTopk, simulate
 from sparsecoll.algorithms.primitives.quantiles import quantiles
 
 
@@ -47,3 +48,13 @@ def test_tolerance_bounds_the_count_where_items_are_distinct(tolerance):
         assert below == np.searchsorted(union, edge)
         assert abs(below - rank) <= max(tolerance, repeats)
     assert all(f == found[0] for f in found)
+
+
+def test_a_large_tolerance_of_oktopk_leaves_entries():
+    """Thresholds of the sum are found with half of k to spare at most."""
+
+    def program(comm):
+        algorithm, x = OkTopk(tolerance=2.0), np.random.default_rng(comm.rank).standard_normal(2000)
+        return [sparsecoll.allreduce(comm, scale * x, algorithm, k=300).nnz for scale in (1, 1, 1, 10, 10, 10, 0.1)]
+
+    assert min(simulate(4, program).results[0]) > 0

@@ -134,3 +134,14 @@ def test_wrong_options_are_refused():
     for kind in (SparCML, sparsecoll.Auto):
         with pytest.raises(TypeError, match=r"network: expected a sparsecoll.Network or None, got '1gbit'"):
             kind(network="1gbit")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("value", [np.float32(3e38), np.float32(np.inf)])
+def test_sums_that_overflow_leave_no_nan_in_residuals(variant, value):
+    def program(comm):
+        x = SparseVector([3], np.array([value]), 10)
+        options = {"nonfinite": "pass", "return_reduction": True}
+        return sparsecoll.allreduce(comm, x, SparCML(variant=variant), **options).contributed.values.tolist()
+
+    assert simulate(2, program).results == [[value]] * 2

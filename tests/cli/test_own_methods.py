@@ -227,3 +227,13 @@ def test_rows_of_compressors():
 def test_wrong_arguments_of_rows(algos, more, error, text):
     with pytest.raises(error, match=text):
         bench.rows(2, algos, **({"n": 100, "repeat": 1} | more))
+
+
+def test_rows_have_the_density_that_they_name():
+    """Whatever a compressor has; a text that names another one is refused."""
+    compressors = pytest.importorskip("torch") and pytest.importorskip("sparsecoll.torch").compressors
+    rows = bench.rows(4, {"half": compressors.TopKCompressor(0.5)}, n=10_000, density=[0.01, 0.1], repeat=1)
+    few, many = (row["bytes_received"] for row in rows)
+    assert 5 * few < many
+    with pytest.raises(ValueError, match=r"compressor: expected --density instead of density, got 'topk"):
+        bench.timing.Call("topk:density=0.5", 0.01, compressor=True).made()

@@ -41,7 +41,7 @@ def global_topk(
         reuse: holds the threshold of the last call, and gets the new one.
         exact: whether exactly k entries are wanted (default: True).
     """
-    slack = -1 if exact else int(min(k * reuse.tolerance / 2, total))
+    slack = -1 if exact else int(min(k * min(reuse.tolerance, 1.0) / 2, total))
     near_last = _edges_around(entries, reuse.value, largest, transport.size)
     [(key, below)] = quantiles(
         transport, np.sort(entries.magnitude_keys()), [total - k], largest + 1, total, slack, near_last
