@@ -201,3 +201,14 @@ def test_momentum_counts_once_a_step(comm, nodes, nesterov):
         (sum(loss_of(net, data) for data in (*pair[0], *pair[1])) / W).backward()
         own.step()
     torch.testing.assert_close(trained[0], [p.detach() for p in net.parameters()], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(W % 2 == 1 or W < 4, reason="needs two halves of a node")
+def test_attached_after_a_forward_pass_that_has_kept_smaller_shards(comm):
+    """FSDP then has other parameters until the next pass, with reshard_after_forward=2."""
+    model = sharded(Net(), mesh_of(1), reshard_after_forward=2)
+    model(batch(0, 0)[0])
+    sparsecoll.torch.fsdp.attach(model, None, "none")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, comm.rank, range(3))
+    close(model, reference(range(3), lambda params: None, torch.optim.AdamW, 0.01), atol=1e-5)

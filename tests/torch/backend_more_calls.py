@@ -1,8 +1,12 @@
 """More cases of `backend_calls`: complex sparse sums, and calls in compiled code."""
 
+import time
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from backend_calls import case, own, sparse
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -61,3 +65,32 @@ def uneven_inputs_and_means_over_those_who_stay(group):
         for step in range(2 + dist.get_rank(group) % 2):
             parallel(own(group, 3, 4) + step).sum().backward()
     return net.weight.grad
+
+
+@case
+def sums_of_one_value_keep_no_tensor(group):
+    seen = []
+    for _ in range(3):
+        x = torch.ones(1000)
+        seen.append(StorageWeakRef(x.untyped_storage()))
+        dist.all_reduce(x[0], group=group)
+    del x
+    end = time.monotonic() + 20  # gloo's thread lets the last one go
+    while time.monotonic() < end and not all(ref.expired() for ref in seen):
+        time.sleep(0.01)
+    return [ref.expired() for ref in seen]
+
+
+@case
+def polled_sums(group):
+    """A wait that ends before the sum does says nothing about ranks."""
+    for _ in range(30):
+        x = own(group, 200_000)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        while True:
+            try:
+                work.wait(timedelta(milliseconds=1))
+                break
+            except RuntimeError:
+                pass
+    return x

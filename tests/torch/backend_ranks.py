@@ -137,9 +137,9 @@ def check_adapters():
 
 def check_unknown(folder):
     """Groups that torch.distributed does not know, as torchft makes one after the other."""
-    for place in ("first", "second"):
+    for place, options in (("first", Options), ("second", Options())):
         store, rank = dist.PrefixStore(place, dist.FileStore(f"{folder}/unknown", RANKS)), dist.get_rank()
-        group = ProcessGroupSparsecoll(store, rank, RANKS, timedelta(seconds=60), Options)
+        group = ProcessGroupSparsecoll(store, rank, RANKS, timedelta(seconds=60), options)
         x = torch.sparse_coo_tensor([[rank]], torch.ones(1, 2), (RANKS, 2), check_invariants=True)
         group.allreduce([x], dist.AllreduceOptions()).wait()
         assert x.to_dense().equal(torch.ones(RANKS, 2))

@@ -15,6 +15,11 @@ import backend_failures  # noqa: E402
 import backend_more_calls  # noqa: E402, F401
 import backend_ranks  # noqa: E402
 
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch.backend import Options  # noqa: E402
+from sparsecoll.torch.backend.lowbit import LowBitSums  # noqa: E402
+from sparsecoll.torch.replica.calls import collective  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -110,3 +115,27 @@ def test_all_ranks_raise_if_one_does_not_come(name, texts):
 )
 def test_what_cannot_be_summed_is_refused_on_all_ranks(name, text, texts):
     assert len(texts[name]) == 4 and all(text in other for other in texts[name]), texts[name]
+
+
+def test_residuals_of_few_bits_are_of_one_tensor_and_one_for_each_place():
+    """Of a transposed matrix, others; of a buffer that is summed in several lengths, the last one's."""
+
+    def program(comm):
+        matrix = torch.randn(40, 40, generator=torch.Generator().manual_seed(comm.rank))
+        sums, fresh = (LowBitSums(Options(dense="int4", dense_below=0)) for _ in range(2))
+
+        def summed(by, x):
+            x = x.clone() if by is fresh else x
+            collective(comm.transport, "all_reduce", None, lambda call: by.write(call, x, "sum"))
+            return x
+
+        first, saved = matrix.clone(), matrix.clone()
+        summed(sums, matrix)
+        matrix.copy_(saved)
+        after, alone = summed(sums, matrix.T).clone(), summed(fresh, saved.T.contiguous())
+        buffer = torch.randn(1000)
+        for n in range(500, 540):
+            summed(sums, buffer[:n])
+        return torch.equal(after, alone), len(sums._kept), torch.equal(first, saved)
+
+    assert simulate(2, program).results == [(True, 2, True)] * 2

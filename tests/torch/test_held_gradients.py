@@ -1,5 +1,7 @@
 """Gradients that somebody else has, too: tensors that a loop keeps, parts of a flat one, arrays, hooks of a user."""
 
+from functools import partial
+
 import pytest
 import torch
 from nets import batch, bits, close, loss_of, mean_loss, net, parameters
@@ -173,3 +175,24 @@ def test_gradients_in_a_flat_vector_of_another_order_are_not_mixed():
         return [sorted(set(p.tolist())) for p in params.values()]
 
     assert simulate(2, program).results == [[[-1.0], [-2.0], [-3.0]]] * 2
+
+
+def test_gradients_of_layers_that_are_frozen_later_are_not_overwritten():
+    """Those of an equal layer that trains instead would fit into their place."""
+
+    def program(comm, as_view):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)).double()
+        model[1].requires_grad_(False)
+        options = {"dense_below": 0, "gradient_as_bucket_view": as_view}
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, "none", **options)
+        for step in range(4):
+            for layer, trains in ((model[0], step % 2 == 0), (model[1], step % 2 == 1)):
+                layer.requires_grad_(trains)
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.full((4, 8), comm.rank + 1.0).double()).square().sum().backward()
+            optimizer.step()
+        return parameters(model)
+
+    (views, *_), (copies, *_) = (simulate(2, partial(program, as_view=kind)).results for kind in (True, False))
+    close(views, copies)

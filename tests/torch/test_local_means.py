@@ -12,11 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lines import Injected, Lines, spread  # noqa: E402
-from nets import batch, bits, loss_of, net, train  # noqa: E402
+from nets import batch, bits, loss_of, net, parameters, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer  # noqa: E402
-from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
+from sparsecoll.torch.compressors import ACPSGD, COVAP, TopKCompressor  # noqa: E402
 from sparsecoll.torch.reduction import means, window  # noqa: E402
 
 SPARSE = TopKCompressor(0.1, "allgather")
@@ -267,3 +267,36 @@ def test_a_comparison_after_a_failure_leaves_out_buffers_of_forward_passes(wrapp
         return bits(model)
 
     assert len(set(simulate(2, program).results)) == 1
+
+
+def in_two_fragments(comm, model, compressor):
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    options = {"every": 2, "fragments": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "dense_below": 0, "bucket_bytes": 1}
+    return LocalOptimizer(inner, model, comm, compressor, **options)
+
+
+def test_covap_sends_every_bucket_of_every_fragment():
+    """It takes turns by the number of the mean, as fragments do."""
+
+    def program(comm):
+        model = net()
+        start = [p.detach().clone() for p in model.parameters()]
+        optimizer = in_two_fragments(comm, model, COVAP(2))
+        train(comm, model, optimizer, range(12))
+        optimizer.discard()  # what was not averaged
+        return [torch.equal(own, first) for own, first in zip(parameters(model), start, strict=True)]
+
+    assert not any(simulate(2, program).results[0])
+
+
+def test_acpsgd_forms_both_factors_of_every_fragment():
+    def program(comm):
+        model, seen = net(), []
+        optimizer = in_two_fragments(comm, model, ACPSGD(1))
+        for start in (0, 8):
+            train(comm, model, optimizer, range(start, start + 8))
+            seen.append(optimizer.state_dict()["sparsecoll"]["tensors"])
+        return [{name: bool((seen[0][kind][name] == t).all()) for name, t in seen[1][kind].items()} for kind in "pq"]
+
+    same = simulate(2, program).results[0]
+    assert len(same[0]) > 1 and not any(value for part in same for value in part.values())

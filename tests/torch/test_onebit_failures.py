@@ -60,3 +60,20 @@ def test_amsgrad_is_refused():
 
     with pytest.raises(ValueError, match="amsgrad: expected False in all groups, got True"):
         simulate(2, program)
+
+
+def test_a_parameter_that_leaves_the_groups_during_the_warm_up():
+    """It still requires gradients, as one that another optimizer steps."""
+
+    def program(comm):
+        model = net()
+        optimizer = one_bit(comm, model)
+        go_on(comm, model, optimizer, 0, 2)
+        gone = optimizer.param_groups[0]["params"].pop()
+        go_on(comm, model, optimizer, 2, WARM_UP + 2)
+        before = gone.detach().clone()
+        go_on(comm, model, optimizer, WARM_UP + 2, WARM_UP + 4)
+        assert not optimizer.warming_up and torch.equal(gone, before)
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from nets import batch, bits, loss_of, net, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, SparseSGD, broadcast  # noqa: E402
 from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 from sparsecoll.torch.tensors.model import are_equal  # noqa: E402
 
@@ -342,3 +342,9 @@ def test_tensors_at_any_offset_are_compared(count):
         return bits(odd)
 
     assert len(set(simulate(2, program).results)) == 1
+
+
+@pytest.mark.parametrize("root", [2, -1, 1.9, True, "0"])
+def test_a_root_that_is_no_rank_is_refused(root):
+    with pytest.raises(ValueError, match="root: expected a rank from 0 to 1"):
+        simulate(2, lambda comm: broadcast(net(), comm, root))

@@ -36,6 +36,7 @@ from sparsecoll.transport.process_groups import connect_group
 from sparsecoll.transport.progress import completed_future, in_background
 
 LOST_SECONDS = 5.0  # in which the ranks of a call that has failed in gloo tell each other so
+OptionsOf = Options | Callable[[], Options]
 CONNECTION = ("onnection", "imed out", "timeout", "gloo/transport")  # words of what gloo raises if a rank is gone
 OPERATIONS = {"SUM": "sum", "AVG": "mean"}
 PASSED = {  # calls whose exceptions name ranks, besides allreduce; those of send and recv have one in their arguments
@@ -76,10 +77,10 @@ class ProcessGroupSparsecoll(ProcessGroup):
         rank: of this process in the group.
         size: number of ranks.
         timeout: of calls.
-        options: returns the options, or raises, which is told to all ranks.
+        options: the options, or a function that returns them, or raises, which is told to all ranks.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Callable[[], Options]) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: OptionsOf) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, arg-type]  # what Python classes can call
         self._store = store
         self._transport = connect_group(self, "own", timeout.total_seconds())  # torch need not know the group
@@ -116,7 +117,9 @@ class ProcessGroupSparsecoll(ProcessGroup):
         if one and name and self._sums.take(x):
             return self._call(partial(self._sums.write, x=x, op=name), x, opts)
         work = self._passed("allreduce", tensors, *args, **kwargs)
-        if one and x.numel() == 1:  # DDP's join() hands it to C++ code, which keeps only the C++ half of the object
+        if (
+            one and x.numel() == 1 and getattr(opts, "asyncOp", True)
+        ):  # DDP's join() hands it to C++ code, which keeps only the C++ half of the object
             self._kept.append(work)
         return work
 
@@ -174,9 +177,9 @@ class ProcessGroupSparsecoll(ProcessGroup):
         return Watched(work, partial(self._named, name)) if watched and work is not None else work
 
 
-def _drawn_name(call: CollectiveCall, options: Callable[[], Options]) -> tuple[str, Options]:
+def _drawn_name(call: CollectiveCall, options: OptionsOf) -> tuple[str, Options]:
     """Return a name that rank 0 draws, since the store may hold what gloo left in it for such a group, and options."""
-    chosen = options()
+    chosen = options if isinstance(options, Options) else options()
     call.signature |= dataclasses.asdict(chosen)
     call.agree(entries=0)
     drawn = np.frombuffer(secrets.token_bytes(8) if call.transport.rank == 0 else b"", np.uint8)

@@ -19,7 +19,7 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector
 
-Key = tuple[int, int, torch.dtype]
+Key = tuple[int, int, torch.dtype, tuple[int, ...]]
 
 
 @dataclass
@@ -61,7 +61,7 @@ class LowBitSums:
             work = CPU.tensor(np.asarray(reduced.value.values))
             x.copy_((work / call.transport.size if mean else work).view(x.shape))
             return
-        key = (x.data_ptr(), x.numel(), x.dtype)
+        key = (x.data_ptr(), x.numel(), x.dtype, () if x.is_contiguous() else (*x.shape, *x.stride()))
         acc = self._pop(key, x)
         acc += work
         algorithm = LowBit(bits=BITS[self.options.dense], rounding="nearest")
@@ -72,8 +72,8 @@ class LowBitSums:
         self._kept[key] = StorageWeakRef(x.untyped_storage()), acc  # type: ignore[no-untyped-call]
 
     def _pop(self, key: Key, x: torch.Tensor) -> torch.Tensor:
-        """Remove and return the residual of x; zeros if there is none. Those of freed memory are forgotten."""
-        for other in [other for other, (storage, _) in self._kept.items() if storage.expired()]:
+        """Remove and return the residual of x; zeros if there is none. Freed memory's, or another x's, is forgotten."""
+        for other in [o for o, (s, _) in self._kept.items() if s.expired() or (o[0] == key[0] and o != key)]:
             del self._kept[other]
         if key in self._kept:
             return self._kept.pop(key)[1]

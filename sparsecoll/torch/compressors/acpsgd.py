@@ -51,7 +51,7 @@ class ACPSGD(LowRank):
     def compress(self, acc: DenseVector) -> DenseVector:
         values = acc.values
         matrices = self._matrices(values)
-        fixed = self.q if self._odd else self.p
+        fixed = self._pair[self._odd]
         if not self.reuse:
             seed = (self.seed + self.context.step + 1) * 1_000_003 + self.layout.index
             generator = torch.Generator().manual_seed(seed % (1 << 63))
@@ -75,5 +75,5 @@ class ACPSGD(LowRank):
                 left, right = (own, fixed) if self._odd else (fixed, own)
                 M.addmm_(left, right.T, alpha=-1)
         self._write_rest(out, reduced)
-        for M, p, q in zip(self._matrices(out), self.p, self.q, strict=True):
+        for M, p, q in zip(self._matrices(out), *self._pair, strict=True):
             torch.mm(p, q.T, out=M)

@@ -63,9 +63,8 @@ class COVAP(ErrorFeedback):
     network: Network | None = None
 
     def __post_init__(self) -> None:
-        check_integer("interval", self.interval, 1)
-        check_integer("max_interval", self.max_interval, 1)
-        check_integer("ascend_steps", self.ascend_steps, 1)
+        for name in ("interval", "max_interval", "ascend_steps"):
+            check_integer(name, getattr(self, name), 1)
         check_number("start", self.start, "[0, 1]")
         check_number("ascend", self.ascend, "[0, inf)")
         if self.backward_seconds is not None:
@@ -111,8 +110,7 @@ class COVAP(ErrorFeedback):
         return [edges for tensor, edges in self._shards.items() if (tensor + step) % self._interval == 0]
 
     def communicate(self, transport: Transport, message: list[tuple[int, int]]) -> list[Reduction]:
-        acc = self.acc.values
-        return [self.reduce(transport, DenseVector(acc[a:b])) for a, b in message]
+        return [self.reduce(transport, DenseVector(self.acc.values[a:b])) for a, b in message]
 
     def update(self, out: Array, message: list[tuple[int, int]], reduced: list[Reduction]) -> None:
         out.view(np.uint8).fill(0)

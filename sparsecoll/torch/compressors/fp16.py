@@ -28,6 +28,7 @@ class FP16(NoCompression):
     """
 
     name = "fp16"
+    stands_alone = False  # it divides by the number of ranks before a round, when that is not known
 
     value_dtype: str = "float16"
 

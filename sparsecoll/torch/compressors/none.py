@@ -56,14 +56,7 @@ class NoCommunication(Compressor):
     communicates = False
     passes_nonfinite = True
 
-    def compensate(self, gradient: Array, *, source: Array | None = None) -> None:
-        return None
-
-    def compress(self, acc: None) -> None:
-        return None
-
-    def communicate(self, transport: Transport, message: None) -> None:
-        return None
-
-    def update(self, out: Array, message: None, reduced: None) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         pass
+
+    compensate = compress = communicate = update = _nothing

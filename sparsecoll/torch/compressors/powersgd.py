@@ -57,14 +57,9 @@ class LowRank(ErrorFeedback):
         return {"p": (n, r), "q": (m, r)}.get(kind, super().state_shape(kind, shape))
 
     @property
-    def p(self) -> list[torch.Tensor]:
-        """The left factors, of the current reduction if there is one."""
-        return (self._factors.trial or self._factors.current)[0]  # type: ignore[no-any-return]
-
-    @property
-    def q(self) -> list[torch.Tensor]:
-        """The right factors, of the current reduction if there is one."""
-        return (self._factors.trial or self._factors.current)[1]  # type: ignore[no-any-return]
+    def _pair(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The left and the right factors, of the current reduction if there is one."""
+        return self._factors.trial or self._factors.current  # type: ignore[no-any-return]
 
     def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         """Return a normally distributed matrix in the bucket's memory, the same on every kind of device."""
@@ -131,13 +126,13 @@ class PowerSGD(LowRank):
     @torch.no_grad()
     def compress(self, acc: DenseVector) -> DenseVector:
         values = acc.values
-        parts = [M @ q for M, q in zip(self._matrices(values), self.q, strict=True)]
+        parts = [M @ q for M, q in zip(self._matrices(values), self._pair[1], strict=True)]
         return self.finite(self._P.join(parts + self._rest(values)), acc)
 
     @torch.no_grad()
     def communicate(self, transport: Transport, message: DenseVector) -> list[torch.Tensor]:
         means = self._means(transport, message, self._P)
-        count = len(self.p)
+        count = len(self._low)
         left = [orthogonalized(part) for part in means[:count]]
         right: list[torch.Tensor] = []
         columns = self.layout.of_shapes(self._Q.shapes[:count])
@@ -150,7 +145,7 @@ class PowerSGD(LowRank):
     @torch.no_grad()
     def update(self, out: Array, message: Any, reduced: list[torch.Tensor]) -> None:
         self._write_rest(out, reduced)
-        pairs = zip(self._matrices(out), self._matrices(self.acc.values), self.p, self.q, strict=True)
+        pairs = zip(self._matrices(out), self._matrices(self.acc.values), *self._pair, strict=True)
         for M, kept, p, q in pairs:
             torch.mm(p, q.T, out=M)
             kept.sub_(M)

@@ -60,6 +60,7 @@ class QSGD(ErrorFeedback):
     def allreduce_mean(self, transport: Transport, gradient: Array, out: Array, source: Array | None = None) -> None:
         self._out = DenseVector(out)
         super().allreduce_mean(transport, gradient, out, source)
+        del self._out  # whose memory the next gradient may take
 
     def compress(self, acc: Array | DenseVector) -> DenseVector:
         return acc if isinstance(acc, DenseVector) else DenseVector(acc)

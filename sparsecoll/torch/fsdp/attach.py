@@ -50,7 +50,7 @@ def attach(
         replicas: the ranks with the same shard: a one-dimensional DeviceMesh, such as `mesh["replicate"]`, or a
             ProcessGroup; None, the default, if each shard is on one rank.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or a sparsecoll.Algorithm object, for
-            top k over it (default: "topk"). With `replicas` all except COVAP and sgdtopk; without, "topk" with algo="auto",
+            top k over it (default: "topk"). With `replicas` all but COVAP and sgdtopk; without, "topk" (algo="auto"),
             "fp16" and "none", of which every entry goes straight to the rank that owns its part: 2k(P-1)/P words if
             entries are spread evenly, n(P-1)/2P and n(P-1)/P.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
@@ -133,12 +133,8 @@ def _replicas(replicas: Any, groups: list[Group], node: Transport, timeout: floa
 
     found = completed_future(connect)
 
-    def agree(_: CollectiveCall) -> Transport:
-        result = found.result()
-        barrier(node)
-        return result
-
-    return collective(node, "attach", timeout, agree)
+    collective(node, "attach", timeout, lambda _: barrier(node), failed=found.exception())  # type: ignore[arg-type]
+    return found.result()
 
 
 def _introduce(replica: Replica, node: Transport, groups: list[Group], options: dict[str, Any]) -> list[list[int]]:
@@ -156,8 +152,6 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
     inside = collective(node, "attach", replica.options.timeout, compare)
     if replica.transport is node:
         return inside
-    for group in groups:
-        group.module.reshard()  # a forward pass may have left whole parameters, with values of before
     values = {shard.name: shard.local for shard in shards.values()}
     frozen = {s.name: s.local for group in groups for s in group.parameters if not s.param.requires_grad}
     replica.introduce(values | frozen, signature | {"shard": node.rank})

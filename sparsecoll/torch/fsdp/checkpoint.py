@@ -37,16 +37,9 @@ class Checkpoint:
 
     def __init__(self, ranks: list[list[int]], replicas: Any, shards: Any) -> None:
         self._ranks, self._replicas, self._shards = ranks, replicas, shards
+        self._scattered = replicas is None
+        self._owners = len(ranks[0] if self._scattered else ranks)  # residuals of each parameter
         self._meshes: dict[tuple[str, bool], DeviceMesh] = {}
-
-    @property
-    def _scattered(self) -> bool:
-        return self._replicas is None
-
-    @property
-    def _owners(self) -> int:
-        """The number of residuals of each parameter."""
-        return len(self._ranks[0]) if self._scattered else len(self._ranks)
 
     def _mesh(self, device: str, whole: bool) -> DeviceMesh:
         """Return the mesh of all ranks, or of this replica's."""

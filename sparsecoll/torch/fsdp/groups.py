@@ -175,6 +175,8 @@ def groups_of(model: Any) -> list[Group]:
                 f"model: expected one mesh for all parameters of a module, got several in {names[id(module)]!r}"
             )
     groups = [Group(module, names) for module in kept if module._get_fsdp_state()._fsdp_param_groups]
+    for group in groups:
+        group.module.reshard()  # a forward pass may have left other parameters, with values of before
     _check(model, groups)
     return groups
 
@@ -201,8 +203,6 @@ def _check(model: torch.nn.Module, groups: list[Group]) -> None:
             "model: expected all parameters on one mesh of one dimension, got several meshes or dimensions"
         )
     known = {id(shard.param) for shard in shards}
-    fsdp_params = [p for group in groups for p in group._group.fsdp_params]
-    known |= {id(getattr(p, "_unsharded_param", None)) for p in fsdp_params}  # whole ones, kept after a forward pass
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in known:
             raise ValueError(

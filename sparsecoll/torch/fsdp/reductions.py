@@ -60,7 +60,7 @@ class ShardedReductions:
         checkpoint: Checkpoint,
         grad_scaler: Any,
     ) -> None:
-        self._groups, self._replica, self._node = groups, replica, node
+        self._groups, self._replica, self._node, self._transport = groups, replica, node, replica.transport
         replica.context.sums_means = True
         self._scattered = node is replica.transport  # the mean is scattered: there are no replicas
         self._parts = node.size if self._scattered else 1
@@ -76,10 +76,6 @@ class ShardedReductions:
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("ShardedReductions cannot be pickled or copied: save their state_dict()")
-
-    @property
-    def _transport(self) -> Transport:
-        return self._replica.transport
 
     @property
     def _shards(self) -> list[Shard]:

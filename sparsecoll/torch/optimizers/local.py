@@ -152,9 +152,9 @@ class LocalOptimizer(Wrapper):
             refuse_wrapped(model, "named_parameters")
             refuse_renormalized(model if group or transport.size > 1 else None)
             own = as_compressor(compressor)
-            most = own.best_bucket(transport.size) if bucket_bytes is None else bucket_bytes
+            self._best = own.best_bucket if bucket_bytes is None else lambda _: bucket_bytes
             below = own.dense_below if dense_below is None else dense_below
-            options = Options(most, below, False, False, verify, timeout)
+            options = Options(self._best(transport.size), below, False, False, verify, timeout)
             given = of_optimizer(optimizer, named(named_parameters))
             check_whole(given.values(), comm)
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -345,6 +345,7 @@ class LocalOptimizer(Wrapper):
             comm: communicator, as in `sparsecoll.allreduce`.
         """
         transport = as_transport(comm, self._engine.replica.options.timeout)
+        self._engine.replica.options.bucket_bytes = self._best(transport.size)
         self._engine.use(transport)
         self._engine.start_anew("move", 0, everything=True)
         self._engine.replica.call("move", lambda _: broadcast_optimizer(transport, self.optimizer))

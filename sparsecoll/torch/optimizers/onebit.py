@@ -199,7 +199,7 @@ class OneBitAdam(Wrapper):
         if window.replica.context.step < self._means:
             return
         params, saved = window.members.named(), window.state_dict()[STATE]
-        params = {name: params[name] for name in dict.fromkeys([*saved["order"], *params])}  # as in buckets
+        params = {name: params[name] for name in dict.fromkeys([*saved["order"], *params]) if name in params}
         residuals = saved["tensors"].get("residual", {})
         tensors = window.replica.call("end of the warm-up", lambda _: self._converted(params, residuals))
         own = self._later

@@ -15,7 +15,7 @@ import torch
 from sparsecoll import formats
 from sparsecoll.algorithms import as_algorithm
 from sparsecoll.collectives.options import CallOptions
-from sparsecoll.errors import check_number
+from sparsecoll.errors import check_flag, check_number
 from sparsecoll.formats import Format
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import SgdRule
@@ -58,8 +58,7 @@ def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
     for name in NUMBERS:
         check_number(name, group[name], "[-inf, inf]" if name == "dampening" else "[0, inf]")
     for name in FLAGS:
-        if not isinstance(group[name], bool):
-            raise TypeError(f"{name}: expected True or False, got {group[name]!r}")
+        check_flag(name, group[name])
     if compressor.momentum is None and not group["momentum"] < 1:
         raise ValueError(f"momentum: expected below 1, got {group['momentum']}")
     if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):

@@ -125,11 +125,11 @@ class Bucket:
         gradient, layout = p.grad, self.layout
         assert gradient is not None
         fits = gradient.untyped_storage().nbytes() == layout.length * layout.dtype.itemsize
-        memory, at = gradient.untyped_storage().data_ptr(), layout.offsets
+        memory = gradient.untyped_storage().data_ptr()
         some = {n: q.grad for n, q in self.params.items() if q.grad is not None and not q.grad.is_sparse}
-        inside = {n: g for n, g in some.items() if g.untyped_storage().data_ptr() == memory}
-        if not fits or any(g.storage_offset() != at[layout.positions[n]] for n, g in inside.items()):
-            return None  # or another gradient would be overwritten before it is taken
+        inside = {n: g.storage_offset() for n, g in some.items() if g.untyped_storage().data_ptr() == memory}
+        if not fits or inside != dict(zip(layout.names, layout.offsets, strict=False)):
+            return None  # or another gradient, also of another bucket, would be overwritten before it is taken
         return Buffer(gradient.detach().as_strided((layout.length,), (1,), 0).numpy(), layout)
 
     def _check(self, name: str, p: torch.Tensor) -> None:
@@ -267,8 +267,9 @@ class Bucket:
             torch.mul(values, before, out=whole.tensor)
         elif values.data_ptr() != whole.tensor.data_ptr():
             source = device.array(values)
-        in_place = keeps and out.dtype == whole.tensor.dtype
-        mean = device.array(out) if in_place else self.mean_buffer(keeps)[: out.numel()]
+        size, in_place = out.numel(), keeps and out.dtype == whole.tensor.dtype
+        room = device.empty(size, self.layout.dtype) if keeps and not in_place else whole.array[:size]
+        mean = device.array(out) if in_place else room
         compressor.allreduce_mean(transport, whole.array, mean, source)
         reduced = out if in_place else device.tensor(mean)
         if after != 1.0:

@@ -71,6 +71,13 @@ class ElasticMeans(Means):
         """Return the shared parameters and the state of the outer optimizers."""
         return dumped({"shared": self._shared, "outer": self._outer.state_dict()})
 
+    def _first(self) -> bytes:
+        """Return the state with which all begin, with parameters that are frozen here as they have been loaded."""
+        for name, p in self._params.items():
+            if not takes_part(p) and name not in self._moved:
+                self._shared[name].copy_(p.detach())
+        return self._saved()
+
     def _own_state(self) -> bytes:
         """Return this worker's state of the inner optimizer, as far as it consists of tensors and numbers."""
         states = {name: self._optimizer.state.get(p, {}) for name, p in self._params.items()}
@@ -101,9 +108,8 @@ class ElasticMeans(Means):
     @torch.inference_mode(False)
     @torch.no_grad()
     def turn(self, flags: int = 0) -> Outcome:
-        if self._under_way and self._group.is_closed(self._next + 1):  # it would always come too late
-            while self._under_way:
-                self._take()
+        while self._under_way and self._group.is_closed(self._next + 1):  # it would always come too late
+            self._take()
         self._catch_up(1)
         return super().turn(flags)
 
@@ -128,7 +134,7 @@ class ElasticMeans(Means):
 
     def _share(self, names: list[str]) -> None:
         super()._share(names)
-        if self._group.restart(self.replica.context.step, self._saved):
+        if self._group.restart(self.replica.context.step, self._first):
             return
         self._load_shared(self._group.newest())  # another worker may have loaded the same values
         own = self._params
@@ -146,7 +152,7 @@ class ElasticMeans(Means):
         super().load_state_dict(state, load)
         for name in (name for name, p in self._params.items() if takes_part(p) and name not in self._moved):
             self._shared[name].copy_(self._params[name].detach())
-        if not self._group.restart(self.replica.context.step, self._saved):
+        if not self._group.restart(self.replica.context.step, self._first):
             self._follow_newest()
             self._catch_up()
         self._joined, self._loaded = None, {}
@@ -237,8 +243,8 @@ class ElasticMeans(Means):
         try:
             return super()._take()
         finally:
-            for group, options in zip(groups, before, strict=True):
-                group.update(options)
+            for group, then, options in zip(groups, before, given or (), strict=False):  # what a step sets, stays
+                group.update({k: then[k] for k, value in options.items() if k in then and group[k] == value})
 
     def close(self) -> None:
         """Leave the group."""

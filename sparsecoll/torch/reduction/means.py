@@ -177,7 +177,7 @@ class Means(Window):
         replica, (number, buckets, row, weight, failed, take, before) = self.replica, trial
         if before is not None and before.done() and before.exception():
             before.result()  # which raises: other ranks are in another call
-        replica.context.step = number
+        replica.context.step = number // self._pace.fragments  # means of this fragment
         for at_once, pairs in itertools.groupby(buckets if failed is None else (), lambda pair: pair[1].sends_at_once):
             for part in [list(pairs)] if at_once else [[pair] for pair in pairs]:
                 self._reduce(part, take)

@@ -106,7 +106,7 @@ class ElasticGroup:
         self._store = _Store(store)
         self._token = uuid.uuid4().hex  # of this object, whatever its name
         self.in_use = False  # whether an optimizer has this object
-        self._start = START
+        self._start, self._last = START, ""  # and the key of its last message
         self._waits: dict[int, int] = {}  # bytes of the rounds since the newest state
 
     # -- rounds
@@ -146,12 +146,14 @@ class ElasticGroup:
             CommunicationError: Another worker has the same name.
         """
         self._check_start()
-        if self.is_closed(number):
-            return self.read(number), False
+        self._store.delete_key(f"left/{self.name}")  # which has come back after join()
+        if self.is_closed(number):  # by others while this call was interrupted, if it has this worker
+            return self.read(number), self._is_in(number)
         if (self._get(f"token/{self.name}") or b"").decode() != self._token:
             raise CommunicationError(f"name: expected a name of its own for each worker, got {self.name!r} for several")
         place = self._place(number)
-        self._write(self._of(number, f"message/{place}"), np.array([weight]).tobytes() + bytes(message))
+        self._last = self._of(number, f"message/{place}")
+        self._write(self._last, np.array([weight]).tobytes() + bytes(message))
         self._store.set(self._of(number, f"name/{place}"), self.name)
         ends, pause = time.monotonic() + self.deadline, 0.001
         try:
@@ -166,12 +168,17 @@ class ElasticGroup:
         except BaseException:  # an interrupt: this worker may come again
             self._store.delete_key(self._of(number, f"name/{place}"))
             raise
-        included = any(own == place for own, _ in json.loads(self._store.get(self._of(number, "closed")))[0])
+        included = self._is_in(number)
         try:
             return self.read(number), included
         except Missed as error:
             error.included = included
             raise
+
+    def _is_in(self, number: int) -> bool:
+        """Return whether a closed round has this worker's last message."""
+        closed = json.loads(self._store.get(self._of(number, "closed")))[0]
+        return any(self._of(number, f"message/{place}") == self._last for place, _ in closed)
 
     def _newest_start(self) -> str:
         return (self._get("start") or START.encode()).decode()
@@ -229,8 +236,7 @@ class ElasticGroup:
             key = next(key for key in {**others, **own} if others.get(key) != own.get(key))
             other, own = (options.get(key, "nothing") for options in (others, own))
             raise ValueError(f"{key}: expected {other}, as the other workers have, got {own}")
-        if self._store.check([f"left/{self.name}"]):
-            self._store.delete_key(f"left/{self.name}")
+        self._store.delete_key(f"left/{self.name}")
         self._store.set(f"token/{self.name}", self._token)
         first = self._store.compare_set("first", "", self.name).decode()
         while first != self.name or self._store.check(["state"]):  # it may have had this name before

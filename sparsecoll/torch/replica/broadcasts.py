@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsecoll.collectives.options import check_root
 from sparsecoll.torch.replica.calls import collective, communicator
 from sparsecoll.torch.tensors.model import check_whole, describe, own_part
 from sparsecoll.torch.tensors.private import indices_of, values_of
@@ -51,12 +52,19 @@ def _described(value: Any) -> Any:
     """Return a value as JSON: numbers as they are, of a tensor shape, dtype and, if sparse, the stored entries."""
     if torch.is_tensor(value):
         stored = [value.sparse_dim(), values_of(value).shape[0]] if value.is_sparse else []
-        return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), *stored]}
+        dtype, on_cpu = str(value.dtype).removeprefix("torch."), value.device.type == "cpu"
+        return {"tensor": [list(value.shape), dtype, on_cpu, *stored]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_described(item) for item in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _described(item) for key, item in value.items()}}
     return value if isinstance(value, PLAIN) else {"other": type(value).__name__}
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of an optimizer's group, also in tuples and in tensors of one element."""
+    found = {key: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for key, v in group.items()}
+    return {k: v for k, v in found.items() if all(isinstance(x, PLAIN) for x in (v if type(v) is tuple else (v,)))}
 
 
 def _leveled(p: torch.Tensor, own: Any, roots: Any, tensors: list[torch.Tensor]) -> Any:
@@ -75,18 +83,19 @@ def _leveled(p: torch.Tensor, own: Any, roots: Any, tensors: list[torch.Tensor])
         mine = own if isinstance(own, (list, tuple)) and len(own) == len(content) else [None] * len(content)
         items = [_leveled(p, one, item, tensors) for one, item in zip(mine, content, strict=True)]
         return tuple(items) if kind == "tuple" else items
-    shape, dtype, *stored = content
-    new = own if _described(own) == roots else _made(p, shape, getattr(torch, dtype), *stored)
+    shape, dtype, on_cpu, *stored = content
+    device = torch.device("cpu") if on_cpu and not shape else p.device  # of numbers of steps
+    new = own if _described(own) == roots else _made(p, shape, getattr(torch, dtype), device, *stored)
     tensors += [indices_of(new), values_of(new)] if stored else [new]
     return new
 
 
-def _made(p: torch.Tensor, shape: list[int], dtype: torch.dtype, *stored: int) -> torch.Tensor:
+def _made(p: torch.Tensor, shape: list[int], dtype: torch.dtype, device: Any, *stored: int) -> torch.Tensor:
     """Return a tensor of state of a parameter, to be filled; a coalesced sparse one if entries are `stored`."""
     if not stored and hasattr(p, "to_local") and shape == list(p.shape):
         return torch.zeros_like(p, dtype=dtype, requires_grad=False)
     if not stored:
-        return torch.zeros(shape, dtype=dtype, device=p.device if shape else "cpu")
+        return torch.zeros(shape, dtype=dtype, device=device)
     dims, nnz = stored
     indices = torch.zeros(dims, nnz, dtype=torch.int64, device=p.device)
     values = torch.zeros(nnz, *shape[dims:], dtype=dtype, device=p.device)
@@ -105,13 +114,17 @@ def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, 
     for entries in (optimizer.state.get(p, {}) for p in params):
         entries |= {key: v.coalesce() for key, v in entries.items() if torch.is_tensor(v) and v.is_sparse}
     table = {
-        "groups": [{k: v for k, v in g.items() if isinstance(v, PLAIN)} for g in optimizer.param_groups],
+        "groups": [_numbers(group) for group in optimizer.param_groups],
         "state": [_described(optimizer.state.get(p, {})) for p in params],
     }
     text = np.frombuffer(json.dumps(table).encode(), np.uint8)
     roots = json.loads(bytes(all_ranks.spread(transport, text, root)))
     for group, numbers in zip(optimizer.param_groups, roots["groups"], strict=True):
-        group.update(numbers)
+        for key, value in numbers.items():
+            if torch.is_tensor(group.get(key)):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
     tensors: list[torch.Tensor] = []
     for p, entries in zip(params, roots["state"], strict=True):
         if p in optimizer.state or entries.get("dict"):
@@ -137,7 +150,7 @@ def broadcast(model: torch.nn.Module, comm: Any = None, root: int = 0) -> None:
 
     def broadcast_all(call: CollectiveCall) -> None:
         check_whole(tensors.values())
-        call.signature |= {**describe(tensors), "root": int(root)}
+        call.signature |= {**describe(tensors), "root": check_root(root, transport)}
         call.agree(entries=0)
         broadcast_tensors(transport, tensors.values(), root)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sparsecoll.errors import CommunicationError, check_integer
+from sparsecoll.errors import CommunicationError, check_flag, check_integer
 from sparsecoll.formats import Buffer
 from sparsecoll.torch.tensors.layout import has_rows, takes_part
 from sparsecoll.torch.tensors.model import Named
@@ -45,8 +45,7 @@ class Options:
             check_integer("bucket_bytes", self.bucket_bytes, 1)
         check_integer("dense_below", self.dense_below, 0)
         for name in ("overlap", "gradient_as_bucket_view"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         if isinstance(self.verify, bool):
             self.verify = 100 * self.verify
         check_integer("verify", self.verify, 0)

@@ -236,13 +236,10 @@ def is_finite(t: torch.Tensor) -> bool:
 def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
     """Return the named parameters; raise unless all of the optimizer's are among them."""
     known = {id(p) for p in params.values()}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in known:
-                raise ValueError(
-                    "named_parameters: expected all of the optimizer's parameters,"
-                    f" one of shape {tuple(p.shape)} is missing"
-                )
+    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in known):
+        raise ValueError(
+            f"named_parameters: expected all of the optimizer's parameters, one of shape {tuple(p.shape)} is missing"
+        )
     return params
 
 
