@@ -23,7 +23,7 @@ class ReconfigurableGroup(torchft.process_group.ProcessGroupWrapper):
     """Makes a process group of this library for each quorum, as torchft's ProcessGroupGloo makes one of gloo."""
 
     def _create_pg(self, store, rank, size):
-        return ProcessGroupSparsecoll(store, rank, size, self._timeout, Options())
+        return ProcessGroupSparsecoll(store, rank, size, self._timeout, Options)
 
     def getBackendName(self):
         return "torchft-sparsecoll"
