@@ -40,7 +40,6 @@ def allgather(comm: AnyComm, x: T, **options: Unpack[MoveOptions]) -> list[T]:
         channel, entries, back = given.agree(call, x, sums=False, converted=rows_of(given, x))
         with channel.phase("gather"):
             parts = channel.allgather(entries)
-            call.transport.waitall()
         return [back(part.astype(entries.dtype)) for part in parts]
 
     return blocking(comm, "allgather", given, perform)

@@ -46,7 +46,6 @@ def gather(comm: AnyComm, x: T, root: int = 0, **options: Unpack[MoveOptions]) -
         with channel.phase("gather"):
             if transport.rank != at:
                 channel.isend(at, entries)
-                transport.waitall()
                 return None
             requests = [None if rank == at else channel.irecv(rank) for rank in range(transport.size)]
             parts = [entries.copy() if request is None else request.wait() for request in requests]

@@ -67,10 +67,8 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
             mine = mine.astype(entries.dtype)
             if channel.rank != at:
                 channel.isend(at, mine)
-                call.transport.waitall()
                 return None
             parts = [mine if source == at else channel.recv(source).astype(mine.dtype) for source in range(P)]
-            call.transport.waitall()
         whole = SparseVector.concatenate(parts)._copy_if_overlapping(entries)
         return back(given.result(whole, call.transport))
 

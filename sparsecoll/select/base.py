@@ -37,9 +37,7 @@ class Stateful:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; raise ValueError, and change nothing, for a state of another class."""
         parts = {name.lstrip("_"): isinstance(part, Stateful) for name, part in self._state().items()}
-        missing = [
-            name for name, nested in parts.items() if name not in state or isinstance(state[name], dict) != nested
-        ]
+        missing = [n for n, nested in parts.items() if n not in state or (nested and not isinstance(state[n], dict))]
         if missing:
             raise ValueError(f"state: expected that of {type(self).__name__}, got one without {missing[0]!r}")
         for name, part in self._state().items():

@@ -108,8 +108,8 @@ def flat_of_rows(x: Any, shape: tuple[int, int]) -> tuple[NDArray[Any], bool]:
 
 def rows_of_flat(flat: NDArray[Any], shape: tuple[int, int], dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     """Invert `flat_of_rows` for ascending flat indices; both arrays have `dtype`."""
-    if shape[1] >> 8 * flat.itemsize:  # one row, whose number of columns the indices' own dtype cannot hold
-        return np.array([0, flat.size], dtype), flat.astype(dtype)
+    if shape[1] >> 8 * flat.itemsize:  # one row or none, whose number of columns the indices' own dtype cannot hold
+        return np.array([0, flat.size][: shape[0] + 1], dtype), flat.astype(dtype)
     starts, columns = np.empty(shape[0] + 1, dtype), empty(flat.size, dtype)
     kernels_of(flat).split_rows(flat, shape[1], starts, columns)
     return starts, columns

@@ -186,10 +186,9 @@ def test_a_limit_far_above_the_entries_is_not_taken_for_their_number(limit):
     assert sparsecoll.simulate(3, program).results == [[[1.0, 1.0, 1.0, 3.0]] * 2] * 3
 
 
-def test_states_of_other_wants_are_refused():
-    one, other = Auto(), Auto(want="top_k_of_sum")
-    for auto, state in ((one, other.state_dict()), (other, one.state_dict())):
-        before = auto.state_dict()
-        with pytest.raises(ValueError, match="state: expected that of Auto, got one without 'oktopk'"):
-            auto.load_state_dict(state)
-        assert auto.state_dict() == before
+def test_a_state_of_the_other_want_is_refused():
+    auto = Auto(want="top_k_of_sum")
+    before = auto.state_dict()
+    with pytest.raises(ValueError, match="state: expected that of Auto, got one without 'oktopk'"):
+        auto.load_state_dict(Auto().state_dict())
+    assert auto.state_dict() == before

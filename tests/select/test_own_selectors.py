@@ -1,6 +1,6 @@
 """Selectors of a user's own, with error feedback and in algorithms (their contract: tests/test_own_classes.py)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -64,3 +64,23 @@ def test_a_selector_may_return_a_dense_vector():
     assert taken.indices.tolist() == [1, 3, 6] and residual.array.tolist() == [0, 0, -1, 0, 0, 2, 0, 0, 1]
     residual.restore(taken)
     assert residual.array.tolist() == x.tolist()
+
+
+@dataclass
+class Counting(Selector):
+    """Has a dict among its state."""
+
+    name = "counting"
+
+    seen: dict = field(default_factory=dict, init=False)
+
+    def select(self, x, k):
+        self.seen[str(k)] = self.seen.get(str(k), 0) + 1
+        return x.topk(k)
+
+
+def test_a_dict_may_be_state():
+    one, other = Counting(), Counting()
+    one.select(DenseVector(np.ones(9)), 2)
+    other.load_state_dict(one.state_dict())
+    assert other.seen == {"2": 1}

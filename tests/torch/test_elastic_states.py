@@ -99,6 +99,22 @@ def test_a_worker_that_returns_with_its_own_state_begins_where_the_others_are(fi
     assert bits(again) == bits(model)
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_worker_returns_with_a_state_that_was_saved_between_two_means(rounds):
+    store, model, other, again = dist.HashStore(), net(), net(), net()
+    kept, leaves = made(store, model, "kept"), made(store, other, "leaves")
+    together(lambda: train(0, kept, model, 4), lambda: train(1, leaves, other, 5))
+    saved = copy.deepcopy((other.state_dict(), leaves.state_dict()))
+    leaves.close()
+    train(0, kept, model, 4 * rounds, 4)
+    again.load_state_dict(saved[0])
+    returned = made(store, again, "returned")
+    returned.load_state_dict(saved[1])
+    before = bits(model)
+    together(kept.synchronize, returned.synchronize)
+    assert bits(again) == bits(model) != before
+
+
 @pytest.mark.parametrize("first", ["model", "wrapper"])
 @pytest.mark.parametrize("steps", [8, 9])
 def test_a_job_that_is_restarted_goes_on_as_if_it_had_not_stopped(first, steps):

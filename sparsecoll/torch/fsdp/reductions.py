@@ -29,8 +29,6 @@ from sparsecoll.transport.all_ranks import disseminate
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import in_background
 
-END = "end of back-propagation"
-
 
 class ShardedReductions:
     """What `sparsecoll.torch.fsdp.attach` returns: the residuals of a sharded model, and their state.
@@ -171,7 +169,7 @@ class ShardedReductions:
 
     def _ask_for_end(self, *_: Any) -> None:
         """Call `Failures.end` when back-propagation ends."""
-        end = partial(self._failures.end, END, self._wait, self._exchange, self._accept_or_drop)
+        end = partial(self._failures.end, "end of back-propagation", self._wait, self._exchange, self._accept_or_drop)
         at_end_of_backward(self, lambda: queue_callback(end))
 
     # -- a reduction, on the progress thread

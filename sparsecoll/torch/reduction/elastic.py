@@ -123,6 +123,13 @@ class ElasticMeans(Means):
             self._begin(self._pace.fragment(self._next), 0)
             self._take()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        if not self._under_way and self._group.has_sent(self._next):  # but for an interrupt it would be over
+            self._catch_up()
+        super().begin_step()
+
     def _catch_up(self, last: int = 0) -> None:
         """Take the means of rounds that are over, or the newest state; what this worker has changed stays.
 
@@ -152,16 +159,17 @@ class ElasticMeans(Means):
         super().load_state_dict(state, load)
         for name in (name for name, p in self._params.items() if takes_part(p) and name not in self._moved):
             self._shared[name].copy_(self._params[name].detach())
+        self._joined, self._loaded, self._group.last = None, {}, ""
         if not self._group.restart(self.replica.context.step, self._first):
             self._follow_newest()
             self._catch_up()
-        self._joined, self._loaded = None, {}
 
     @torch.no_grad()
     def start_anew(self, name: str, root: int, everything: bool = False) -> None:
         for n, p in self._params.items():
             if takes_part(p):
                 p.copy_(self._shared[n])
+        self._group.last = ""
         super().start_anew(name, root, everything)
 
     def _follow_newest(self) -> None:

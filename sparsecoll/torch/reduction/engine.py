@@ -156,9 +156,8 @@ class Engine(Reducer):
     def close(self, replaced: str = "") -> None:
         """Remove the hooks; a further step raises if an optimizer made later updates the parameter `replaced`."""
         self._hooks.remove(self.params)
-        for guard in (self._guard, self._step_guard):
-            if guard is not None:
-                guard.remove()
+        for guard in filter(None, (self._guard, self._step_guard)):
+            guard.remove()
         self.closed, self.replaced = True, replaced
 
     @agreeing("replica.agreed")

@@ -106,7 +106,7 @@ class ElasticGroup:
         self._store = _Store(store)
         self._token = uuid.uuid4().hex  # of this object, whatever its name
         self.in_use = False  # whether an optimizer has this object
-        self._start, self._last = START, ""  # and the key of its last message
+        self._start, self.last = START, ""  # and the key of its last message
         self._waits: dict[int, int] = {}  # bytes of the rounds since the newest state
 
     # -- rounds
@@ -147,13 +147,22 @@ class ElasticGroup:
         """
         self._check_start()
         self._store.delete_key(f"left/{self.name}")  # which has come back after join()
-        if self.is_closed(number):  # by others while this call was interrupted, if it has this worker
-            return self.read(number), self._is_in(number)
+        if not self.is_closed(number):
+            self._contribute(number, weight, message, options)
+        included = self._is_in(number)  # also if it was closed while an earlier call was interrupted
+        try:
+            return self.read(number), included
+        except Missed as error:
+            error.included = included
+            raise
+
+    def _contribute(self, number: int, weight: float, message: Buffer, options: Any) -> None:
+        """Write this worker's message, and wait until the round closes."""
         if (self._get(f"token/{self.name}") or b"").decode() != self._token:
             raise CommunicationError(f"name: expected a name of its own for each worker, got {self.name!r} for several")
         place = self._place(number)
-        self._last = self._of(number, f"message/{place}")
-        self._write(self._last, np.array([weight]).tobytes() + bytes(message))
+        self.last = self._of(number, f"message/{place}")
+        self._write(self.last, np.array([weight]).tobytes() + bytes(message))
         self._store.set(self._of(number, f"name/{place}"), self.name)
         ends, pause = time.monotonic() + self.deadline, 0.001
         try:
@@ -168,17 +177,15 @@ class ElasticGroup:
         except BaseException:  # an interrupt: this worker may come again
             self._store.delete_key(self._of(number, f"name/{place}"))
             raise
-        included = self._is_in(number)
-        try:
-            return self.read(number), included
-        except Missed as error:
-            error.included = included
-            raise
+
+    def has_sent(self, number: int) -> bool:
+        """Return whether this worker's last message is of this round."""
+        return self.last.startswith(self._of(number, "message/"))
 
     def _is_in(self, number: int) -> bool:
         """Return whether a closed round has this worker's last message."""
         closed = json.loads(self._store.get(self._of(number, "closed")))[0]
-        return any(self._of(number, f"message/{place}") == self._last for place, _ in closed)
+        return any(self._of(number, f"message/{place}") == self.last for place, _ in closed)
 
     def _newest_start(self) -> str:
         return (self._get("start") or START.encode()).decode()

@@ -81,10 +81,9 @@ class Window(Owner):
 
     def use(self, transport: Transport) -> None:
         """Communicate over this transport from now on. All ranks create their optimizers in the same order."""
-        self.drop()
+        self.release()
         number = next(transport.__dict__.setdefault("_local_optimizers", itertools.count()))
         self.replica.transport, self._name = transport, f"mean of LocalOptimizer {number}"
-        self._buckets.release()
 
     def release(self) -> None:
         """Discard the buckets, which the next mean makes again; residuals are kept."""

@@ -20,7 +20,7 @@ from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Abandoned, out_of_
 _lock = threading.Lock()
 _keyval: list[int] = []
 _serial = [0]  # the greatest one of this process's transports
-_broken: list[MpiTransport] = []
+_kept: list[MpiTransport | Abandoned] = []  # whose memory MPI may still use
 _process = os.getpid()  # one that was forked from it must call nothing of MPI
 NO_ULFM = "shrink: this MPI has no ULFM, or it is off: with Open MPI, start the job by mpirun --with-ft ulfm"
 
@@ -48,6 +48,9 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
         serial = np.array(_serial)
         try:
             transport = _duplicate(comm, timeout, serial)
+        except MPI.Exception as error:  # of MPI_Comm_dup, which fails on all ranks
+            comm.Delete_attr(key)
+            raise CommunicationError(f"comm: this MPI cannot duplicate it: {error}") from error
         except BaseException as error:  # others wait, and MPI may still use `serial`
             comm.Set_attr(key, Abandoned(f"its first call failed on rank {comm.rank}: {error!r}", serial))
             raise
@@ -105,12 +108,13 @@ def _key() -> int:
 
 def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> None:
     if isinstance(transport, Abandoned):
+        _kept.append(transport)
         return
     if transport.worker is not None:
         transport.worker.close()
         transport.worker = None
-    if transport.broken:  # a new communicator would receive the messages left in it, and MPI may still use its memory
-        _broken.append(transport)
+    if transport.broken:  # a new communicator would receive the messages left in it
+        _kept.append(transport)
     elif not MPI.Is_finalized():
         transport.comm.Free()
     transport.close()
