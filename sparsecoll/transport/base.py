@@ -197,7 +197,7 @@ class Transport(ABC):
             self.broken = self.broken or why or f"two threads made calls at the same time on rank {self.rank}"
             raise out_of_use(self.broken, self.cure)
         try:
-            return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
+            return function() if self.worker is None else self.worker.in_order(function, self)  # type: ignore[no-any-return]
         finally:
             self._caller.release()
 

@@ -170,9 +170,15 @@ class Worker:
             serve(self._tasks)
         return future
 
-    def in_order(self, call: Callable[[], T]) -> T:
+    def in_order(self, call: Callable[[], T], transport: Transport) -> T:
         """Execute a blocking call of another thread after the queued ones."""
-        return self.submit(call).result()
+        future = self.submit(call)
+        try:
+            return future.result()
+        except BaseException as error:
+            if not future.done() and transport.size > 1:  # of a signal: the call goes on, and tells the other ranks
+                transport.broken = transport.broken or f"a call was interrupted on rank {transport.rank}: {error!r}"
+            raise
 
     def close(self, seconds: float | None = None) -> None:
         """Execute the queued calls, then end the thread; wait for that for `seconds`, or without a limit."""

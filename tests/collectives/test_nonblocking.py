@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import threading
 import time
 from concurrent.futures import Future
 
@@ -75,23 +76,33 @@ def test_results_are_those_of_the_blocking_call(name):
 
 
 class Slow(sparsecoll.Allgather):
-    """Takes a while, or fails."""
+    """Takes a while, or until an event, or fails."""
+
+    until = None
 
     def select(self, x, k, ranks=1):
         time.sleep(0.1)
+        assert self.until is None or self.until.wait(60)
         if k == 7:
             raise ValueError("no")
         return super().select(x, k, ranks)
+
+
+def held(event):
+    made = Slow()
+    made.until = event
+    return made
 
 
 X = SparseVector(np.arange(9), np.ones(9), 9)
 
 
 def test_waitall_returns_all_results_or_raises_the_first_exception_after_all_have_finished():
-    comm = LocalTransport()
-    requests = [sparsecoll.iallreduce(comm, X, Slow(), k=k) for k in (3, 7, 5)]
+    comm, goes_on = LocalTransport(), threading.Event()
+    requests = [sparsecoll.iallreduce(comm, X, held(goes_on), k=k) for k in (3, 7, 5)]
     with pytest.raises(sparsecoll.CommunicationError, match=r"3 of 3 calls have not finished within 0\.01 s"):
         Request.waitall(requests, timeout=0.01)
+    goes_on.set()
     with pytest.raises(ValueError, match="no"):
         Request.waitall(iter(requests))
     assert all(request.test() for request in requests)
@@ -106,7 +117,7 @@ def test_requests_cannot_be_cancelled():
 
 
 def test_await_does_not_block_the_loop():
-    comm, ticks = LocalTransport(), []
+    comm, ticks, goes_on = LocalTransport(), [], threading.Event()
 
     async def tick():
         while True:
@@ -118,10 +129,11 @@ def test_await_does_not_block_the_loop():
         results = await asyncio.gather(*(sparsecoll.iallreduce(comm, X, Slow(), k=k) for k in (3, 4)))
         with pytest.raises(ValueError, match="no"):
             await sparsecoll.iallreduce(comm, X, Slow(), k=7)
-        request = sparsecoll.iallreduce(comm, X, Slow(), k=5)
+        request = sparsecoll.iallreduce(comm, X, held(goes_on), k=5)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(request, 0.01)
         assert not request.test()  # it goes on
+        goes_on.set()
         ticker.cancel()
         return [y.nnz for y in results], (await request).nnz, (await request).nnz
 
@@ -149,9 +161,10 @@ def test_handlers_of_atexit_make_calls_at_once():
     """The thread of nonblocking calls has ended by then."""
     program = """
 import atexit
+from sparsecoll.transport import LocalTransport
 from sparsecoll.transport.progress import Worker
-worker = Worker()
-atexit.register(lambda: print(worker.in_order(lambda: "blocking"), worker.submit(lambda: "in order").result()))
+worker, alone = Worker(), LocalTransport()
+atexit.register(lambda: print(worker.in_order(lambda: "blocking", alone), worker.submit(lambda: "in order").result()))
 worker.submit(lambda: print("queued"))
 """
     result = python("-c", program, timeout=60, check=True)

@@ -102,3 +102,41 @@ def test_a_rank_that_waits_is_told_of_another_one_after_its_own_threads_have_met
                 first.result(60)
 
     assert run(2, program) == [None, None]
+
+
+def test_a_blocking_call_in_the_worker_that_is_interrupted_is_no_silent_one(monkeypatch):
+    """As by a signal handler that raises, while the worker of nonblocking calls makes the call."""
+
+    def program(transport):
+        x = SparseVector([transport.rank], np.ones(1), 9)
+        sparsecoll.iallreduce(transport, x).wait()
+        held = Held()
+        if transport.rank:
+            held.goes_on.set()
+        else:
+            submit = transport.worker.submit
+
+            def interrupted(call):
+                future = submit(call)
+                result = future.result
+
+                def stop(*given):
+                    assert held.begun.wait(60)
+                    future.result = result
+                    raise KeyboardInterrupt
+
+                future.result = stop
+                return future
+
+            transport.worker.submit = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                sparsecoll.allreduce(transport, x, held)
+            transport.worker.submit = submit
+            held.goes_on.set()
+        with pytest.raises(CommunicationError) as raised:
+            sparsecoll.allreduce(transport, x, held)
+            sparsecoll.allreduce(transport, x)
+        return str(raised.value)
+
+    texts = run(2, program)
+    assert all("a call was interrupted on rank 0: KeyboardInterrupt" in text for text in texts), texts
