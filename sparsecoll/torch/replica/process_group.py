@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from sparsecoll.torch.replica.calls import communicator
 from sparsecoll.transport import SimComm, Transport, launcher
-from sparsecoll.transport.all_ranks import node_members, spread
+from sparsecoll.transport.all_ranks import barrier, node_members, spread
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.process_groups import bind
 
@@ -147,6 +147,7 @@ def _meet(transport: Transport) -> tuple[Any, dict[str, str]] | None:
         host, port = json.loads(bytes(spread(transport, np.frombuffer(address, np.uint8))))
         if store is None:
             store = TCPStore(host, port, size, is_master=False)
+        barrier(transport)  # the ranks that have a store wait for those that cannot reach it
     mine = next(members for members in nodes if rank in members)
     places = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": mine.index(rank), "LOCAL_WORLD_SIZE": len(mine)}
     return store, {name: str(value) for name, value in (places | {"MASTER_ADDR": host, "MASTER_PORT": port}).items()}

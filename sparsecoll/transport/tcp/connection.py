@@ -29,6 +29,7 @@ HEADER_BYTES = CHECK_BYTES + FIELDS.size
 SILENT_SECONDS = 60.0  # after which a host that acknowledges nothing counts as lost
 TCP_INFO = struct.Struct("<2x2B52xI") if sys.platform.startswith("linux") else None
 SCRATCH = memoryview(bytearray(1 << 16))  # for messages that are discarded
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # a lost rank is an error, also where SIGPIPE would end the process
 TORN = "an exception came between a system call and the count of its bytes"
 
 
@@ -151,7 +152,7 @@ class Connection:
                 views.append(queue[1][:chunk])
             self._torn_out = True
             try:
-                sent = self.socket.sendmsg(views)
+                sent = self.socket.sendmsg(views, [], NO_SIGNAL)
             except BlockingIOError:
                 self._torn_out = before
                 return

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.launcher import machine
 from sparsecoll.transport.tcp import addresses
+from sparsecoll.transport.tcp.connection import NO_SIGNAL
 from sparsecoll.transport.tcp.transport import TcpTransport
 from sparsecoll.transport.waiting import Watchdog
 
@@ -263,7 +264,7 @@ class _Party:
     def _send(self, handshake: _Handshake, message: bytes) -> bool:
         """Return whether a message was sent; a new connection has room for it."""
         try:
-            handshake.socket.send(message)
+            handshake.socket.send(message, NO_SIGNAL)
         except OSError as error:
             self._drop(handshake, error.strerror or str(error))
             return False
