@@ -199,3 +199,23 @@ def test_a_closed_optimizer_leaves_the_scaler_to_each_rank():
             assert bits(model) != before
 
     simulate(2, program)
+
+
+def test_ranks_have_one_scale_after_join():
+    """Who leaves early makes fewer updates."""
+
+    def program(comm):
+        model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        optimizer = made(comm, model, scaler)
+        for epoch in range(2):
+            with optimizer.join():
+                for step in range(2 + (comm.rank == 0)):
+                    optimizer.zero_grad()
+                    scaler.scale(loss_of(model, batch(comm.rank, 10 * epoch + step))).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+        state = scaler.state_dict()
+        return state["scale"], state["_growth_tracker"], bits(model)
+
+    results = simulate(2, program).results
+    assert results[0] == results[1] and results[0][0] == 256.0

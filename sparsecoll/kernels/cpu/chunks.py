@@ -94,12 +94,10 @@ def _take(bits, words, mask, wanted, guess, infinity, places, keys, base, out, d
         return -1, guess
     some = (count + LANES - 1) // LANES
     keys[count : LANES * some] = 0
-    key, above = guess, np.int64(0)
+    key, left = guess, wanted
     if count > wanted:
         key, found, above = _search(keys, some, mask, guess, kind(largest + kind(1)), count, wanted, wanted)
         left = wanted - above if found > wanted else wanted
-    else:
-        left = wanted
     number = np.int64(0)
     for j in range(count):
         out[done + number] = base + places[j]

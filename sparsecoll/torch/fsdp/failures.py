@@ -85,11 +85,9 @@ class Failures:
             finish: called with the exception of any rank, or None; returns the exception to be raised. Its own
                 exceptions are not raised if a second call succeeds.
         """
-        with self.recording():
-            wait()
+        self.hook(wait)()
         if self.error is not None:  # perhaps raised before the jobs under way had ended, whose calls tell it to others
-            with self.recording():
-                wait()
+            self.hook(wait)()
         failed = self.all_told(name, last)
         try:
             raised = finish(failed)
@@ -118,21 +116,17 @@ class Failures:
         A failure goes first to the ranks with the same shard, one on each node, then to the others of each node. The
         ranks with the same shard call `last` if nothing has failed.
         """
-        with self.recording():
-            self.call(self._transport, name, lambda _: last(self._transport), "agree")
+        self.hook(self.call)(self._transport, name, lambda _: last(self._transport), "agree")
         if self._node is not self._transport:
-            with self.recording():
-                self.call(self._node, name, lambda _: barrier(self._node), "agree")
+            self.hook(self.call)(self._node, name, lambda _: barrier(self._node), "agree")
         failed = self.error
         self.forget()
         return failed
 
     def together(self, name: str, function: Callable[[], T]) -> T:
         """Return the result of a function; an exception on one rank is raised on all ranks of all nodes."""
-        result = []
-        with self.recording():
-            result.append(function())
+        result: T = self.hook(function)()
         failed = self.all_told(name)
         if failed is not None:
             raise failed
-        return result[0]
+        return result

@@ -134,10 +134,8 @@ class ShardedReductions:
         return receive(*args)
 
     def _reduce_scatter_in_node(self, values: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        def reduce(_: CollectiveCall) -> None:
-            reduce_scatter_tensors(self._node, values, out, factor, self._replica.options.timeout)
-
-        self._failures.call(self._node, "reduce_scatter", reduce)
+        job = partial(reduce_scatter_tensors, self._node, values, out, factor, self._replica.options.timeout)
+        self._failures.call(self._node, "reduce_scatter", lambda _: job())
 
     def _memory(self, index: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bucket's own memory for the gradients of a group, where it is free and fits."""

@@ -352,8 +352,7 @@ class DistributedOptimizer(Wrapper):
         """Return by what the wrapped optimizer leaves momentum to the compressor, if that has it."""
         if not self._keeps_momentum or self._engine.closed:
             return None
-        replica = self._engine.replica
-        return WithoutMomentum(self.optimizer, replica.context.step + 1, replica.sparse_weights)
+        return WithoutMomentum(self.optimizer, self._engine.replica.context.step + 1, self._engine.buckets.tables)
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         try:

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -144,22 +144,16 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 class WithoutMomentum:
-    """Groups by which an optimizer steps by `Rule.without_momentum`, except on the parameters `tables`, by id.
+    """Groups by which an optimizer steps by `Rule.without_momentum`, except on the parameters `tables()`, by id.
 
     They take the place of its own groups for its update alone: closures and hooks see the latter, and what its update
     changes in a group is changed there.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, steps: int, tables: Collection[int]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int, tables: Callable[[], set[int]]) -> None:
         self._optimizer, self._steps, self._tables = optimizer, steps, tables
         self._groups: list[dict[str, Any]] | None = None  # the optimizer's own, while others are in their place
         self._pairs: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []  # as made, as used, own one
-
-    def __enter__(self) -> None:
-        self.replace()
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
 
     def replace(self, *_: Any) -> None:
         """Replace the groups, unless they are replaced."""
@@ -177,11 +171,13 @@ class WithoutMomentum:
         for made, used, own in self._pairs:
             own.update({key: value for key, value in used.items() if value is not made.get(key, made)})
 
+    __enter__, __exit__ = replace, restore
+
     def _split(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        rule = Rule.of(group, 1).without_momentum(self._steps)
+        rule, tables = Rule.of(group, 1).without_momentum(self._steps), self._tables()
         own = {"lr": rule.lr, "weight_decay": rule.decay, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
-        yield {**group, **own, "params": [p for p in group["params"] if id(p) not in self._tables]}
-        yield {**group, "params": [p for p in group["params"] if id(p) in self._tables]}
+        yield {**group, **own, "params": [p for p in group["params"] if id(p) not in tables]}
+        yield {**group, "params": [p for p in group["params"] if id(p) in tables]}
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Call the optimizer's step."""
@@ -213,17 +209,11 @@ def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: TopKCompress
     momentum = next((float(group["momentum"]) for group in groups if group["momentum"]), 0.0)
     if momentum:
         inside = shorter(momentum)
+        algo, form = as_algorithm(compressor.algo).name, formats.as_format(compressor.format).name
         logger.warning(
-            "%s: Nesterov momentum=%.3g before the compression, at %.3g times the learning rate, stands for SGD's"
-            " momentum=%.3g, since what waits to be sent acts like momentum, too. Each rank sends density=%s, algo=%r,"
-            " format=%r",
-            who,
-            inside,
-            (1 - inside) / (1 - momentum),
-            momentum,
-            compressor.density,
-            as_algorithm(compressor.algo).name,
-            formats.as_format(compressor.format).name,
+            f"{who}: Nesterov momentum={inside:.3g} before the compression, at {(1 - inside) / (1 - momentum):.3g}"
+            f" times the learning rate, stands for SGD's momentum={momentum:.3g}, since what waits to be sent acts like"
+            f" momentum, too. Each rank sends density={compressor.density}, algo={algo!r}, format={form!r}"
         )
 
 

@@ -80,6 +80,11 @@ class Buckets:
 
         self._replica.call("buckets", lay_out)
 
+    def tables(self) -> set[int]:
+        """Return the ids of the parameters whose gradients are rows, or will be."""
+        own, flagged = self._replica.params, self._replica.sparse_weights
+        return {id(p) for n, p in own.items() if n in self._rows or (id(p) in flagged and n not in self._dense)}
+
     def learn(self, rows: Collection[str], dense: Collection[str]) -> bool:
         """Learn which parameters have gradients of rows on a rank, and dense ones; return whether buckets change."""
         before = self._rows

@@ -353,7 +353,9 @@ class Engine(Reducer):
                 synchronize_all(self.replica.transport)
                 self.replica.follow_step(self._outcome)
             self.discard()
-            self.replica.follow("join", self._optimizer, root=self._outcome.furthest)
+            root = self._outcome.furthest
+            self.replica.follow("join", self._optimizer, root=root)
+            self.replica.call("join", lambda _: self._scaling.follow(self.replica.transport, root))
 
     # -- saved state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.amp.grad_scaler import OptState
 
@@ -15,6 +16,8 @@ from sparsecoll.torch.tensors.private import (
     scale_device,
     scaler_state,
 )
+from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import broadcast
 
 
 def enabled(scaler: Any) -> torch.amp.GradScaler | None:
@@ -66,6 +69,14 @@ class Scaling:
     def begin(self) -> None:
         """Get the scale of the gradients of a new reduction."""
         self.scale = 1.0 if self.scaler is None or self.unscaled else float(self.scaler.get_scale())
+
+    def follow(self, transport: Transport, root: int) -> None:
+        """Take the scale, and the steps since it grew, of the rank that has made the most steps. Collective."""
+        state = {} if self.scaler is None else self.scaler.state_dict()
+        own = np.array([state.get("scale", 1.0), state.get("_growth_tracker", 0)])
+        scale, steps = broadcast(transport, own, root).tolist()
+        if self.scaler is not None:
+            self.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(steps)})
 
     @property
     def _state(self) -> dict[str, Any]:

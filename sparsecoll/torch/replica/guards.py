@@ -169,16 +169,10 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
     ]
     if own and others:
         whose, option = getattr(optimizer, "momentum_of", (type(optimizer).__name__, "momentum"))
+        rise = 1 / (1 - others[0]) if others[0] < 1 else math.inf
         logger.warning(
-            "%s has a momentum of %s, and %s one of %s: gradients get both, as if the learning rate were %.2g times as"
-            " large. Use %s=0 in %s, or momentum=0 in the compressor",
-            compressor.name,
-            own,
-            whose,
-            others[0],
-            1 / (1 - others[0]) if others[0] < 1 else math.inf,
-            option,
-            whose,
+            f"{compressor.name} has a momentum of {own}, and {whose} one of {others[0]}: gradients get both, as if the"
+            f" learning rate were {rise:.2g} times as large. Use {option}=0 in {whose}, or momentum=0 in the compressor"
         )
     elif others and own == 0 and compressor.sends_rarely and not hasattr(optimizer, "momentum_of"):
         logger.warning(
