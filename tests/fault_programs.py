@@ -31,6 +31,7 @@ else:
     from mpi4py import MPI
 
     WORLD, PIDS = MPI.COMM_WORLD, []
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come before survivors have reported
 RANK, LAST = WORLD.rank, WORLD.size - 1
 N, K = 100_000, 1000
 

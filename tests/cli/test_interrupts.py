@@ -45,11 +45,11 @@ COMMANDS = {
 }
 
 
-def interrupted(command, after=0.5):
+def interrupted(command, after=0.5, ranks=1):
     """What a command prints (stdout, stderr), its status, and the seconds it takes to end after Ctrl-C."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-    assert process.stdout.readline() == "ready\n"
+    assert [process.stdout.readline() for _ in range(ranks)] == ["ready\n"] * ranks
     time.sleep(after)
     os.killpg(process.pid, signal.SIGINT)
     began = time.monotonic()
@@ -71,7 +71,7 @@ def test_a_command_ends(name, after):
 def test_a_command_under_mpirun_ends(name):
     arguments, measure = COMMANDS[name]
     command = [*mpirun(2), "-c", PROGRAM.format(measure=measure), *arguments]
-    out, err, _, seconds = interrupted([*map(str, command)], 2)
+    out, err, _, seconds = interrupted([*map(str, command)], 2, ranks=2)
     assert "Traceback" not in out + err, out + err
     assert seconds < 30
 
@@ -106,10 +106,10 @@ def rest(comm):
 def test_no_virtual_rank_goes_on(program):
     before = set(threading.enumerate())
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             sparsecoll.simulate(8, program)
     finally:
         signal.signal(signal.SIGINT, handler)

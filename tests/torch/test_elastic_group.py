@@ -177,7 +177,8 @@ def test_messages_and_states_are_longer_than_a_tcp_store_takes_at_once():
     p = torch.nn.Parameter(torch.zeros(2_200_000))
     LocalOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], ElasticGroup(store, name="a"), every=1)
     client, q = dist.TCPStore("127.0.0.1", store.port, is_master=False), torch.nn.Parameter(torch.ones(2_200_000))
-    joined = LocalOptimizer(torch.optim.SGD([q], 1.0), [("p", q)], ElasticGroup(client, deadline=0.01), every=1)
+    joined = LocalOptimizer(torch.optim.SGD([q], 1.0), [("p", q)], ElasticGroup(client), every=1)
+    joined._engine._group.deadline = 0.01
     q.grad = torch.ones_like(q)
     joined.step()
     assert not (q + 1).any()
@@ -230,12 +231,14 @@ def test_other_options_and_unsuited_compressors_are_refused():
 
 
 def test_a_first_worker_that_dies_before_its_state_is_replaced(monkeypatch):
-    store, publish, begun = dist.HashStore(), ElasticGroup.publish, threading.Event()
+    store, publish, begun, here = dist.HashStore(), ElasticGroup.publish, threading.Event(), threading.Event()
 
     def dies(group, *given):
         raise Killed
 
     def waits(group, number, state, size):
+        here.set()
+
         def late():
             begun.wait(60)
             return state()
@@ -255,27 +258,29 @@ def test_a_first_worker_that_dies_before_its_state_is_replaced(monkeypatch):
 
     slow = threading.Thread(target=begins_late)
     slow.start()
-    while store.get("first") != b"b":
-        time.sleep(0.01)
+    assert here.wait(60)
     monkeypatch.setattr(ElasticGroup, "publish", publish)
     models = [net(), net()]
     optimizers = [made(store, model, name, deadline=0.5) for model, name in zip(models, "cd", strict=True)]
     begun.set()
     slow.join(60)
     assert "c has begun in place of b" in failed[0]
-    together(*(lambda rank=rank: train(rank, optimizers[rank], models[rank], 8) for rank in range(2)))
+    together(*(lambda rank=rank: train(rank, optimizers[rank], models[rank], 4) for rank in range(2)))
+    for optimizer in optimizers:
+        optimizer._engine._group.deadline = 60
+    together(*(lambda rank=rank: train(rank, optimizers[rank], models[rank], 4, 4) for rank in range(2)))
     assert bits(models[0]) == bits(models[1])
 
 
 def test_a_first_state_may_take_longer_than_the_deadline(monkeypatch):
     store, began = dist.HashStore(), threading.Event()
-    monkeypatch.setattr(rounds, "PIECE", 4000)
+    monkeypatch.setattr(rounds, "PIECE", 400)
     write = store.set
 
     def slowly(key, value):
         if key.startswith("state/0/a."):
             began.set()
-            time.sleep(0.25)
+            time.sleep(0.03)
         write(key, value)
 
     class Slow:
@@ -286,7 +291,7 @@ def test_a_first_state_may_take_longer_than_the_deadline(monkeypatch):
 
     def second():
         assert began.wait(60)
-        return made(store, models[1], "b", deadline=0.6)
+        return made(store, models[1], "b", deadline=1.0)
 
     first, other = together(lambda: made(Slow(), models[0], "a", deadline=60), second)
     assert store.get("first") == b"a" and first is not other
@@ -329,6 +334,8 @@ def test_200_rounds_with_20_kills_and_20_joins(options):
             if dies and draw.random() < 0.5:
                 raise Killed
             start = time.monotonic()
+            if number >= 195 and not kills:
+                optimizer._engine._group.deadline = 60  # who comes late in the last round keeps its changes
             found = exchange(number, *given)
             slowest.append(time.monotonic() - start)
             if dies:

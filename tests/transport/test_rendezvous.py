@@ -1,6 +1,7 @@
 """How ranks find and connect each other by sockets, also beside strangers, slow ranks and addresses that are no use."""
 
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -217,6 +218,7 @@ def test_the_failure_of_another_rank_is_seen_while_its_answer_is_waited_for():
 
 
 def test_nothing_of_a_connection_that_fails_is_left():
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     silent, unanswered = socket.create_server(("127.0.0.1", 0)), "no answer within the timeout"
     with silent, pytest.raises(CommunicationError, match=unanswered):

@@ -168,6 +168,7 @@ def test_strangers_neither_delay_nor_break_ranks(kind):
 def test_a_recorded_greeting_is_refused(monkeypatch):
     """It answers the nonce of one connection only; and the rank that it is from is not locked out."""
     entries, ways, answers = {}, rendezvous._ways, []
+    monkeypatch.setattr(rendezvous, "TICK_SECONDS", 5.0)  # before the rank is called directly
     monkeypatch.setattr(addresses, "listen_locally", lambda backlog: (None, ""))
     relay = socket.create_server(("127.0.0.1", 0))
     monkeypatch.setattr(rendezvous, "_ways", lambda *given: iter([(2, relay.getsockname()), *ways(*given)]))
@@ -270,6 +271,7 @@ def test_a_rank_without_descriptors_for_strangers_goes_on(monkeypatch):
     """Those that have called have to go."""
     visits, entries = Visits(silent), {}
     refused = listen_for_few(monkeypatch, 30)
+    monkeypatch.setattr(addresses, "listen_locally", lambda backlog: (None, ""))
     with visits.stack:
         try:
             assert connected(lambda rank: Visited(entries, rank, P, visits))
