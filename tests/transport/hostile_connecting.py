@@ -19,7 +19,7 @@ NUMBERS = (errno.ENOMEM, errno.ENOBUFS, errno.ECONNRESET, errno.ETIMEDOUT, errno
 class End(Socket):
     """One end of a connection that is new, so that there is room for what is sent."""
 
-    def send(self, data):
+    def send(self, data, *_):
         self._call("send")
         link = self.outgoing
         if link.closed or link.reset:

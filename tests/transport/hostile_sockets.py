@@ -97,7 +97,7 @@ class Socket:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return size
 
-    def sendmsg(self, views):
+    def sendmsg(self, views, *_):
         self._call("send")
         link = self.outgoing
         if link.shut != NEVER:

@@ -249,7 +249,7 @@ class LateWorker:
             self.catch_up()
         return future
 
-    def in_order(self, call):
+    def in_order(self, call, transport):
         self.catch_up()
         return call()
 
