@@ -117,9 +117,8 @@ class ProcessGroupSparsecoll(ProcessGroup):
         if one and name and self._sums.take(x):
             return self._call(partial(self._sums.write, x=x, op=name), x, opts)
         work = self._passed("allreduce", tensors, *args, **kwargs)
-        if (
-            one and x.numel() == 1 and getattr(opts, "asyncOp", True)
-        ):  # DDP's join() hands it to C++ code, which keeps only the C++ half of the object
+        # DDP's join() hands it to C++ code, which keeps only the C++ half of the object
+        if one and x.numel() == 1 and getattr(opts, "asyncOp", True):
             self._kept.append(work)
         return work
 
