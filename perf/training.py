@@ -252,7 +252,7 @@ def overlap(rows):
 
 
 UNSHOWN = (", no ", "whole model", "SparseSGD, dense", "gaussiank", "dragonn", "stream", "0.1", "hook, a", "randomk")
-UNSHOWN += ("allgather", "efsignsgd", "qsgd", "covap")
+UNSHOWN += ("allgather", "efsignsgd", "qsgd 2", "qsgd 4", "covap")
 BESIDE = ("free", "none", "fp16", "sgdtopk", "chunktopk", "majority", "DDP, our")
 NETS = {("vgg", 32): "20 M", ("mlp", 32): "107 M"}
 
