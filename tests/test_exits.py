@@ -81,6 +81,36 @@ def test_over_sockets(size):
             check(case, size, rank, text)
 
 
+FORKED_RANKS = """
+import multiprocessing, sys, time
+import numpy as np
+import torch.distributed as dist
+import sparsecoll
+
+def work(rank):
+    comm = sparsecoll.connect(dist.FileStore(sys.argv[1], 2), rank, 2)
+    x = sparsecoll.SparseVector([rank], np.ones(1), 9)
+    sparsecoll.allreduce(comm, x)
+    time.sleep(rank)
+    request = sparsecoll.iallreduce(comm, x)
+    if rank == 1:  # rank 0 returns meanwhile
+        print(request.wait().values.sum(), flush=True)
+
+ranks = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(2)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+"""
+
+
+@pytest.mark.slow
+def test_calls_of_ranks_that_multiprocessing_has_forked_end_with_them(tmp_path):
+    pytest.importorskip("torch.distributed")
+    done = python("-c", FORKED_RANKS, tmp_path / "store")
+    assert done.stdout == "2.0\n" and "lost rank" not in done.stderr, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("time", range(TIMES or 1))
 @pytest.mark.parametrize("size", [2, 3] if TIMES else [3])

@@ -1,9 +1,10 @@
 """What happens to the transports of a process when its program ends, and when it is forked.
 
-A program ends when the handlers of atexit run, or when an exception has ended its main thread. From then on a call of
-any thread waits for other ranks for LAST_SECONDS at most, see `Watchdog`. The handler of this module runs after those
-that were registered after it. It waits until no thread is in a call and the threads of the library have ended, since a
-thread that runs while the interpreter is finalized may abort the process. Then each transport leaves its communicator.
+A program ends when the handlers of atexit run, when multiprocessing's function returns in a process that was forked, or
+when an exception has ended its main thread. From then on a call of any thread waits for other ranks for LAST_SECONDS at
+most, see `Watchdog`. The handler of this module runs after those that were registered after it. It waits until no
+thread is in a call and the threads of the library have ended, since a thread that runs while the interpreter is
+finalized may abort the process. Then each transport leaves its communicator.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from multiprocessing import parent_process, util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ _why = ""  # how the program, or its use of MPI, has ended
 def add(transport: Transport) -> None:
     """Take care of a transport from now on."""
     _living.add(transport)
+    if parent_process() is not None and "--multiprocessing-fork" not in sys.orig_argv:  # forked: no handlers of atexit
+        util.Finalize(None, _end, exitpriority=0)  # type: ignore[no-untyped-call]
 
 
 def living() -> list[Transport]:

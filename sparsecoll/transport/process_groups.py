@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from sparsecoll.transport.waiting import Abandoned, check_timeout
 
 PREFIX = "sparsecoll"
 _transports: weakref.WeakKeyDictionary[Any, Transport | Abandoned] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def is_group(comm: Any) -> bool:
@@ -46,12 +48,18 @@ def group_transport(comm: Any, timeout: float | None = None) -> Transport:
         CommunicationError: The ranks could not be connected, now or earlier.
     """
     group = _group_of(comm)
-    transport = _transports.get(group)
+    with _lock:
+        transport = _transports.get(group)
+        if transport is None:
+            _transports[group] = Abandoned("two threads made calls at the same time")  # for another thread
     if transport is None:
         try:
             transport = connect_group(group, group.group_name, timeout)
         except CommunicationError as error:
             transport = _transports[group] = Abandoned(str(error))
+        except BaseException as error:
+            _transports[group] = Abandoned(f"its first call failed on rank {group.rank()}: {error!r}")
+            raise
     if isinstance(transport, Abandoned):
         raise transport.error()
     return transport

@@ -159,9 +159,10 @@ def main():
             if os.WIFSIGNALED(status):
                 workers.add(begin(count))
                 count += 1
-        if stopped and stopped[-1][1] and store.check([f"{stopped[-1][1]}/closed"]):
-            os.kill(stopped[-1][0], signal.SIGCONT)
-            stopped[-1] = stopped[-1][0], 0
+        for i, (sleeper, number) in enumerate(stopped):
+            if number and store.check([f"{number}/closed"]):
+                os.kill(sleeper, signal.SIGCONT)
+                stopped[i] = sleeper, 0
         time.sleep(0.01)
     for pid in [server, *workers]:
         os.kill(pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ import pytest
 dist = pytest.importorskip("torch.distributed")
 
 from sparsecoll import CommunicationError  # noqa: E402
+from sparsecoll.transport import process_groups  # noqa: E402
 from sparsecoll.transport.process_groups import StoreMeeting  # noqa: E402
 from sparsecoll.transport.tcp import connect  # noqa: E402
 
@@ -116,3 +117,53 @@ def test_a_rank_whose_store_is_lost_raises_an_error_of_communication():
 
     with pytest.raises(CommunicationError, match="rank 0: the store is gone"):
         connect(Lost(dist.HashStore(), 0, 2, "sparsecoll/0", counted=True), 20)
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_the_others_hear_of_a_rank_that_is_interrupted(interrupted):
+    """A rank waits for the ranks below it to call."""
+    store = dist.HashStore()
+
+    class Interrupted(StoreMeeting):
+        def entries(self):
+            if super().entries() is not None:
+                raise KeyboardInterrupt
+
+    def stops():
+        with pytest.raises(KeyboardInterrupt):
+            connect(Interrupted(store, interrupted, 2, "sparsecoll/0", counted=True), 20)
+
+    with ThreadPoolExecutor(2) as pool:
+        stopped = pool.submit(stops)
+        with pytest.raises(CommunicationError, match=f"rank {interrupted}: KeyboardInterrupt"):
+            connect(come(store, 1 - interrupted), 20)
+        stopped.result()
+
+
+def test_two_threads_that_make_the_first_call_of_a_group(monkeypatch):
+    """Each would meet the other ranks."""
+
+    class Group:
+        group_name = "group"
+
+        def rank(self):
+            return 0
+
+    group, made, begun, goes_on = Group(), [], threading.Event(), threading.Event()
+
+    def connected(group, name, timeout):
+        begun.set()
+        assert goes_on.wait(20)
+        made.append(object())
+        process_groups._transports[group] = made[-1]
+        return made[-1]
+
+    monkeypatch.setattr(process_groups, "connect_group", connected)
+    monkeypatch.setattr(process_groups, "_group_of", lambda group: group)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(process_groups.group_transport, group)
+        assert begun.wait(20)
+        with pytest.raises(CommunicationError, match="two threads made calls at the same time"):
+            process_groups.group_transport(group)
+        goes_on.set()
+        assert [first.result(), process_groups.group_transport(group)] == made * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import threading
 from collections import deque
@@ -21,6 +22,7 @@ from sparsecoll.torch.backend.lowbit import LowBitSums
 from sparsecoll.torch.backend.options import Options, resolve
 from sparsecoll.torch.backend.work import Call, Watched
 from sparsecoll.torch.replica.calls import collective
+from sparsecoll.torch.replica.process_group import name_of_start
 from sparsecoll.torch.tensors.private import (
     base_of,
     inner_backends,
@@ -29,7 +31,7 @@ from sparsecoll.torch.tensors.private import (
     serve_monitored_barrier,
     untraced,
 )
-from sparsecoll.transport import Transport
+from sparsecoll.transport import Transport, launcher
 from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.process_groups import connect_group
@@ -82,6 +84,8 @@ class ProcessGroupSparsecoll(ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: OptionsOf) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, arg-type]  # what Python classes can call
+        if launcher.TORCHRUN in os.environ:  # which keeps the store when it restarts the job
+            store = PrefixStore(name_of_start(store, rank, size), store)
         self._store = store
         self._transport = connect_group(self, "own", timeout.total_seconds())  # torch need not know the group
         self._named = Naming(self._transport)

@@ -86,13 +86,13 @@ def _join_torchrun(backend: str, **options: Any) -> None:
     store, rank, size = next(iter(dist.rendezvous("env://", **limit)))  # type: ignore[no-untyped-call, attr-defined]
     if limit:
         store.set_timeout(options["timeout"])
-    part = _name_of_start(store, rank, size)
+    part = name_of_start(store, rank, size)
     dist.init_process_group(
         backend, store=PrefixStore(f"sparsecoll/{part}", store), rank=rank, world_size=size, **options
     )
 
 
-def _name_of_start(store: Any, rank: int, size: int) -> str:
+def name_of_start(store: Any, rank: int, size: int) -> str:
     """Return a name that only the processes of this start of the job have.
 
     Every other rank asks with a random number, rank 0 answers what it finds, questions of processes that have ended

@@ -108,7 +108,7 @@ def _key() -> int:
 
 def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> None:
     if isinstance(transport, Abandoned):
-        _kept.append(transport)
+        _kept.extend([transport] if transport.kept is not None else [])
         return
     if transport.worker is not None:
         transport.worker.close()

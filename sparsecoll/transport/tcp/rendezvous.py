@@ -92,12 +92,14 @@ def connect(meeting: StoreMeeting, timeout: float | None = None, secret: str | b
                 _check(meeting, watchdog)
             meeting.clear()
             return party.transport()
-        except Exception as error:  # told before the ports are closed: others would name a refused connection instead
+        except BaseException as error:  # told before ports are closed: others would name a refused connection instead
             text = f"{error}" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
             why = str(error) if isinstance(error, CommunicationError) else f"rank {meeting.rank}: {text}"
             with contextlib.suppress(Exception):  # the store may be what is lost
                 why = meeting.failed() or why
                 meeting.fail(why)
+            if not isinstance(error, Exception):
+                raise
             raise CommunicationError(why) from error
 
 
