@@ -22,10 +22,9 @@ class Allgather(Algorithm):
     """Exact sum of the given vectors, added in rank order.
 
     1. Allgather the encoded vectors (Bruck: recursive doubling for any P), in calls without k and density together with
-       the arguments that the ranks compare. On one machine, vectors of 128 KiB and more are sent from every rank to
-       every other one. Between nodes, those of 512 KiB and more are divided into chunks of the index space for this, so
-       that one chunk is summed while the next ones are in flight, unless the format is lossy; rows into parts of equal
-       number, which are decoded meanwhile.
+       the arguments that the ranks compare. Between nodes, vectors of 512 KiB and more are divided into chunks of the
+       index space and sent from every rank to every other one, so that one chunk is summed while the next ones are in
+       flight, unless the format is lossy; rows into parts of equal number, which are decoded meanwhile.
     2. Sum all vectors in one pass, or leave that to the caller who wants dense values (`Channel.deferred`).
 
     Volume: 2k(P-1) words with COO (Ok-Topk, Table 1) in ceil(log2 P) messages, or P - 1 messages per chunk; r(P-1) rows

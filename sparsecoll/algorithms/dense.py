@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.select import Vector
-from sparsecoll.transport.all_ranks import sum_counts
+from sparsecoll.transport.all_ranks import exchanged, sum_counts
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
@@ -98,15 +98,10 @@ def sum_of_chunk(channel: Channel, x: DenseVector, edges: list[int], into: Dense
 
     `into`, of this dtype, is memory for the chunk; None, the default, for memory of its own.
     """
-    rank, size = channel.rank, channel.size
-    mine = x.slice(edges[rank], edges[rank + 1])
+    total = mine = x.slice(edges[channel.rank], edges[channel.rank + 1])
     with channel.phase("split"):
-        for step in range(1, size):
-            to = (rank + step) % size
-            channel.isend_dense(to, x.slice(edges[to], edges[to + 1]))
-        total = mine
-        for step in range(1, size):
-            arrived = channel.recv_dense((rank - step) % size, x.dtype, mine.length)
+        for _, message in exchanged(channel.transport, lambda to: channel.pack(x.slice(edges[to], edges[to + 1]))):
+            arrived = channel.unpack(message, x.dtype, mine.length)
             total = total.combine(arrived, accumulator_dtype(x.dtype), into if total is mine else total, channel.op)
     return total
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NoReturn
 
 import numpy as np
 
@@ -203,8 +202,12 @@ class OkTopk(Algorithm):
         largest_key = reduced.key_range()[1]
         row = [reduced.nnz, estimate.nnz, int(largest_key >= reduced.nan_key()), largest_key, load]
         sums, most, rows = sums_and_maxima(channel.transport, row)
-        if most[2]:
-            self._refuse_nan(channel, row[2])
+        if most[2]:  # the error names the ranks in whose regions there is one
+            flags = allgather(channel.transport, np.array([row[2]]))[:, 0]
+            raise NonFiniteError(
+                f"x: expected sums that can be ordered by magnitude, got NaN in the regions of ranks"
+                f" {np.flatnonzero(flags).tolist()} (inf - inf, or NaN in an input)"
+            )
         self._overloaded = most[4] * channel.size > MAX_LOAD_RATIO * (sums[4] + channel.size**2)
         accepted = not exact and reuse.accepts(sums[1], k)
         if sums[0] > k and not accepted:
@@ -221,15 +224,6 @@ class OkTopk(Algorithm):
     def _unbalanced(self, total: int, largest: int) -> bool:
         """Return whether entries move to other ranks before the result is gathered."""
         return largest * len(self._owners) > self.balance_factor * total
-
-    @staticmethod
-    def _refuse_nan(channel: Channel, found: int) -> NoReturn:
-        """Raise NonFiniteError, which names the ranks in whose regions there is a NaN."""
-        flags = allgather(channel.transport, np.array([found]))[:, 0]
-        raise NonFiniteError(
-            f"x: expected sums that can be ordered by magnitude, got NaN in the regions of ranks"
-            f" {np.flatnonzero(flags).tolist()} (inf - inf, or NaN in an input)"
-        )
 
     # 5. balance and allgatherv
 

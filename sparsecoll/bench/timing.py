@@ -40,6 +40,7 @@ from sparsecoll.vector import SparseVector
 
 Row = dict[str, Any]
 Run = Callable[[Any], tuple[float, float, float, float]]
+Vectors = Callable[[], NDArray[Any] | SparseVector]
 MPI_ALLREDUCE = "MPI_Allreduce"  # the name of MPI's own dense sum among the algorithms
 STEP = 4099  # coordinates by which the entries move from one call to the next
 GROWTH, PERIOD = 1.01, 64  # factor per call by which values grow for PERIOD calls, then shrink for as many
@@ -149,13 +150,7 @@ class Call:
 
 
 def measure(
-    comm: Any,
-    call: Call,
-    vectors: Callable[[], NDArray[Any] | SparseVector],
-    repeat: int = 7,
-    warm: int = 2,
-    run: Run | None = None,
-    **about: Any,
+    comm: Any, call: Call, vectors: Vectors, repeat: int = 7, warm: int = 2, run: Run | None = None, **about: Any
 ) -> Row:
     """Measure one row, the same on every rank; collective.
 
@@ -212,9 +207,7 @@ def runner(comm: Any, call: Call) -> Run:
     """Return a function that makes the call and returns bytes sent and received, messages sent, and entries."""
     if call.algo == MPI_ALLREDUCE:
         if not hasattr(comm, "Allreduce"):
-            raise ValueError(
-                f"algo: expected another one without a communicator of MPI, got {MPI_ALLREDUCE}: use dense"
-            )
+            raise ValueError(f"algo: expected another one without a communicator of MPI, got {call.algo}: use dense")
         out: list[NDArray[Any]] = []
 
         def dense(vector: NDArray[Any]) -> tuple[float, float, float, int]:
@@ -229,18 +222,11 @@ def runner(comm: Any, call: Call) -> Run:
         from sparsecoll.bench.compressors import mean_of
 
         return mean_of(comm, chosen)
-    counters, whole = traffic(comm), chosen.takes_dense  # then nothing is selected
+    counters, density = traffic(comm), None if chosen.takes_dense else call.density  # a dense sum selects nothing
 
     def sparse(vector: Any) -> tuple[float, float, float, int]:
         before = counters.copy()
-        value: Any = allreduce(
-            comm,
-            vector,
-            chosen,
-            density=None if whole else call.density,
-            format=call.format,
-            value_dtype=call.value_dtype,
-        )
+        value: Any = allreduce(comm, vector, chosen, density=density, format=call.format, value_dtype=call.value_dtype)
         moved = counters.since(before).total
         return moved.bytes_sent, moved.bytes_received, moved.messages_sent, getattr(value, "nnz", vector.size)
 

@@ -318,15 +318,9 @@ def _launchers() -> Iterator[tuple[str, list[str], str]]:
 def _self_test_of(subject: str, command: list[str], cure: str) -> Finding:
     roots = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     more = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1"}
+    command, env = [*command, "-c", _PROGRAM], os.environ | roots | more
     try:
-        done = subprocess.run(
-            [*command, "-c", _PROGRAM],
-            capture_output=True,
-            text=True,
-            timeout=SELF_TEST_SECONDS,
-            env=os.environ | roots | more,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SELF_TEST_SECONDS, env=env, check=False)
     except subprocess.TimeoutExpired:
         return Finding(subject, f"two ranks did not answer within {SELF_TEST_SECONDS} s: {command[0]}", BAD, cure)
     right = [line for line in done.stdout.splitlines() if "are right" in line]

@@ -101,10 +101,8 @@ def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = ""
         if points:
             series[name] = points
     if len(series) > len(STYLES):
-        known = ", ".join(series)
-        raise ValueError(
-            f"--algo: expected at most {len(STYLES)} lines in a figure, got {len(series)}: choose among {known}"
-        )
+        most, known = len(STYLES), ", ".join(series)
+        raise ValueError(f"--algo: expected at most {most} lines in a figure, got {len(series)}: choose among {known}")
     figure, axes = axes_of()
     draw(axes, series)
     axes.set_xscale("log", base=2 if x == "P" else 10)

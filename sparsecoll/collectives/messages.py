@@ -73,6 +73,8 @@ def pack_all(options: CallOptions, xs: Sequence[Any], ranks: Sequence[int]) -> l
     Raises:
         ValueError, TypeError: x or an option is invalid; the text names the vector.
     """
+    if len(xs) != len(ranks):
+        raise ValueError(f"x: expected a list of {len(ranks)} vectors, one for each rank, got {len(xs)}")
     messages = []
     for rank, x in zip(ranks, xs, strict=True):
         try:

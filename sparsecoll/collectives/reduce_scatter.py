@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, overload
 
 from sparsecoll import formats
@@ -100,7 +99,7 @@ def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundari
     return back(options.result(part.astype(entries.dtype)._copy_if_overlapping(entries), transport))
 
 
-def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int]) -> SparseVector:
+def sum_of_region(channel: Channel, entries: SparseVector, edges: list[int]) -> SparseVector:
     """Return the entries of all ranks from edges[rank] up to edges[rank + 1] combined, in the accumulator dtype."""
     with channel.phase("split"):
         if channel.op.name == "replace" or channel.width:  # partial results of halving are not of successive ranks
@@ -141,8 +140,6 @@ def reduce_scatter_vectors(
             sent = [channel.roundtrip(region) for region in vector.split(edges)]  # a lossy format rounds each by itself
             with channel.phase("split"):
                 total = channel.merge(channel.exchange(sent.__getitem__), partial=True)
-            reduction = Reduction(
-                total.shifted(-edges[rank], n // size), functools.partial(SparseVector.concatenate, sent)
-            )
+            reduction = Reduction(total.shifted(-edges[rank], n // size), lambda: SparseVector.concatenate(sent))
         transport.waitall()
         return reduction

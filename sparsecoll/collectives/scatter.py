@@ -91,6 +91,4 @@ def _messages(x: Any, P: int, boundaries: Any, options: CallOptions) -> list[Buf
         return [pack(options, *back.of_part(part)) for part in entries.split(edges)]
     if boundaries is not None:
         raise ValueError("boundaries: expected None for a list of vectors, which is not split")
-    if len(x) != P:
-        raise ValueError(f"x: expected a list of {P} vectors, one for each rank, got {len(x)}")
     return pack_all(options, x, range(P))

@@ -115,12 +115,9 @@ def rounded(x: V, value_dtype: str | None) -> V:
         x: a SparseVector, RowSparse or DenseVector.
         value_dtype: name of the dtype on the wire; None for x's own.
     """
-    if value_dtype is None:
+    if value_dtype is None or value_dtype == x.dtype.name:
         return x
-    wire = wire_dtype(x.dtype, value_dtype)
-    if wire.name == x.dtype.name:
-        return x
-    return x.with_values(wire.rounded(x.values))  # type: ignore[return-value]
+    return x.with_values(wire_dtype(x.dtype, value_dtype).rounded(x.values))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, holds_zeros, nonzeros_of, wire_dtype
@@ -96,27 +95,17 @@ class DenseStreamFormat(Format):
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self.read_header(buffer, length)
-        starts, lengths, values = self._read_blocks(buffer, length, wire)
-        positions, nonzeros = nonzeros_of(values, nnz)
-        indices = kernels_of(starts).block_indices(starts, lengths, positions, index)
-        return SparseVector.from_sorted_unchecked(indices, nonzeros, length)
-
-    @staticmethod
-    def _read_blocks(
-        buffer: Buffer, length: int, wire: WireDtype
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.generic]]:
-        """(starts, lengths, values of all blocks), checked: in order, apart from each other, inside the vector."""
-        width = number_bytes(length)
-        blocks = int(buffer[HEADER.size : START].view(np.uint64)[0]) if buffer.size >= START else buffer.size
-        middle = buffer.size - 2 * width * blocks
+        width, size = number_bytes(length), buffer.size
+        blocks = int(buffer[HEADER.size : START].view(np.uint64)[0]) if size >= START else size
+        middle = size - 2 * width * blocks
         if middle < START or (middle - START) % wire.stored.itemsize:
-            raise CommunicationError(
-                f"message: {blocks} blocks of densestream cannot make a message of {buffer.size} bytes"
-            )
+            raise CommunicationError(f"message: {blocks} blocks of densestream cannot make a message of {size} bytes")
         numbers = kernels_of(buffer).numbers_read(buffer[middle:], width)
         starts, lengths = numbers[:blocks], numbers[blocks:]
         lengths[lengths == 0] = length  # the low bytes of 256^width, if one block is the whole vector
         values = wire.unpack(buffer[START:middle].view(wire.stored))
         if not kernels_of(starts).blocks_fit(starts, lengths, values.size, length):
             raise CommunicationError(f"message: the {blocks} blocks of densestream do not fit length {length}")
-        return starts, lengths, values
+        positions, nonzeros = nonzeros_of(values, nnz)
+        indices = kernels_of(starts).block_indices(starts, lengths, positions, index)
+        return SparseVector.from_sorted_unchecked(indices, nonzeros, length)

@@ -52,9 +52,7 @@ def _file_returned(free: Any = _free, returned: Any = _returned, total: Any = _t
             del free[size]
 
 
-def _release_block(
-    raw: NDArray[np.uint8], returned: Any = _returned, lock: Any = _lock, file: Any = _file_returned
-) -> None:
+def _release_block(raw: Any, returned: Any = _returned, lock: Any = _lock, file: Any = _file_returned) -> None:
     returned.append(raw)
     if lock.acquire(blocking=False):  # otherwise the holder of the lock, or the next one, files it
         try:

@@ -61,11 +61,8 @@ class _Pair:
         self._listener, self._before = listener, before
 
     @contextlib.contextmanager
-    def span(self, kind: str, /, *, amount: int, extent: int) -> Iterator[None]:
-        with (
-            self._listener.span(kind, amount=amount, extent=extent),
-            self._before.span(kind, amount=amount, extent=extent),
-        ):
+    def span(self, kind: str, /, **sizes: int) -> Iterator[None]:
+        with self._listener.span(kind, **sizes), self._before.span(kind, **sizes):
             yield
 
 

@@ -37,14 +37,8 @@ def check_selector(selector: Selector) -> None:
         for source in (DenseVector(x), SparseVector.from_dense(x)):
             with case_of(f"300 of 20,000 values of {dtype}, from a {type(source).__name__}"):
                 _select(selector, source, 300)
-    for x, k in (
-        (np.zeros(50), 5),
-        (np.ones(50), 5),
-        (np.empty(0), 3),
-        (np.ones(3), 9),
-        (_heavy(50), 0),
-        (_heavy(9), 9),
-    ):
+    few = (np.zeros(50), 5), (np.ones(50), 5), (np.empty(0), 3), (np.ones(3), 9), (_heavy(50), 0), (_heavy(9), 9)
+    for x, k in few:
         with case_of(f"{k} of {x.size} values"):
             _select(selector, DenseVector(x), k)
     for dtype in ("float32", "float64", "float16"):

@@ -162,8 +162,7 @@ class CollectiveCall:
             checksum = self.checksum() if check else 0
         key = stamped(checksum, self.state) if check else 0
         counts: list[int] = []
-        new = check and key not in transport.agreed
-        if new or entries is not None:
+        if entries is not None or (check and key not in transport.agreed):
             self._set_tag(self._numbers[-1])
             row = (-1 if entries is None else entries, key)
             reduced = message is None and transport.size > FEW_RANKS and (entries is None or not every)
@@ -211,8 +210,7 @@ class CollectiveCall:
         own = np.array(row, np.int64)
         row_and_reverse = np.concatenate([own, ~own])  # ~ reverses the order, without an overflow
         with self.transport.phase("agree"):
-            maxima = disseminate(self.transport, row_and_reverse, np.maximum)
-        most, least = maxima.reshape(2, -1)
+            most, least = disseminate(self.transport, row_and_reverse, np.maximum).reshape(2, -1)
         return [tuple((~least).tolist()), tuple(most.tolist())]
 
     def _number_of(self, key: int) -> int:

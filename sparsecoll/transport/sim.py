@@ -46,22 +46,19 @@ class SimComm:
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Return the objects of all ranks in rank order on the root, None on the other ranks."""
-        self.transport.send_object(self._checked(root), sendobj)
+        self.transport._check_rank("root", root)
+        self.transport.send_object(root, sendobj)
         return [self.transport.receive_object(rank) for rank in range(self.size)] if self.rank == root else None
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """Return the root's object on every rank."""
-        if self.rank != self._checked(root):
+        self.transport._check_rank("root", root)
+        if self.rank != root:
             return self.transport.receive_object(root)
         for rank in range(self.size):
             if rank != root:
                 self.transport.send_object(rank, obj)
         return obj
-
-    def _checked(self, root: int) -> int:
-        if not 0 <= root < self.size:
-            raise ValueError(f"root: expected a rank from 0 to {self.size - 1}, got {root}")
-        return root
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """Return the objects of all ranks in rank order."""

@@ -85,12 +85,8 @@ class Arithmetic(Entries):
         if not self._is_same_type(other):
             return NotImplemented
         assert isinstance(other, Arithmetic)
-        mine, theirs = self.indices, other.indices
-        return (
-            (self.shape, mine.size, self.on_gpu) == (other.shape, theirs.size, other.on_gpu)
-            and bool((mine == theirs).all())
-            and bool((self.values == other.values).all())
-        )
+        same = (self.shape, self.nnz, self.on_gpu) == (other.shape, other.nnz, other.on_gpu)
+        return same and bool((self.indices == other.indices).all()) and bool((self.values == other.values).all())
 
     __hash__ = None  # type: ignore[assignment]  # the arrays may be changed in place
 

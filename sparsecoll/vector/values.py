@@ -175,9 +175,7 @@ def pairs(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES) -> tuple
     if given.size == 0 and given.ndim == 1:
         given = given.astype(np.int64)
     if given.ndim != 1 or values.ndim != kind.ndim or given.size != len(values) or 0 in values.shape[1:]:
-        raise ValueError(
-            f"{name}, values: expected {kind.shapes}, got shapes {tuple(given.shape)} and {tuple(values.shape)}"
-        )
+        raise ValueError(f"{name}, values: expected {kind.shapes}, got shapes {given.shape} and {values.shape}")
     if given.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got {given.dtype}")
     values = native_values(values)

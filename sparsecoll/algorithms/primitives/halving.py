@@ -25,12 +25,7 @@ Regions = tuple[int, int]  # (first region, number of regions); after the last r
 
 
 def reduce_scatter(
-    channel: Channel,
-    x: SparseVector,
-    edges: Sequence[int],
-    round: Round,
-    merge: Merge | None = None,
-    pairs: bool = False,
+    channel: Channel, x: SparseVector, edges: list[int], round: Round, merge: Merge | None = None, pairs: bool = False
 ) -> SparseVector:
     """Return region number `rank` of the sum over all ranks.
 

@@ -20,6 +20,7 @@ EDGES_PER_RANK = 8  # edges counted a round, times P: O(P) words a round, log(ra
 MOST_EDGES = 1024  # a round for a single answer, however many the ranks
 
 Counts = NDArray[np.int64]
+Ends = tuple[NDArray[np.uint64], Counts]  # of brackets, and the numbers of items below them
 
 
 def quantiles(
@@ -79,13 +80,7 @@ def _inner_edges(low: NDArray[np.uint64], last: NDArray[np.uint64], count: int) 
     return edges[number < parts[:, None]]  # type: ignore[no-any-return]
 
 
-def _narrow(
-    wanted: Counts,
-    lower: tuple[NDArray[np.uint64], Counts],
-    upper: tuple[NDArray[np.uint64], Counts],
-    edges: NDArray[np.uint64],
-    counts: Counts,
-) -> None:
+def _narrow(wanted: Counts, lower: Ends, upper: Ends, edges: NDArray[np.uint64], counts: Counts) -> None:
     """Narrow the brackets from `lower` (edge, items below it) to `upper` (last, items up to it) by edges inside."""
     first, last = (np.searchsorted(edges, end[0], side="right") for end in (lower, upper))
     inside = np.clip(np.searchsorted(counts, wanted, side="right"), first, last)  # the first with more items below

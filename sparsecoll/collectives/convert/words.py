@@ -158,7 +158,4 @@ def _joined(keys: Keys) -> bytes:
 
 def _starts(stops: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the starts of keys that end at `stops`, with one byte between two keys."""
-    starts = np.empty_like(stops)
-    starts[:1] = 0
-    np.add(stops[:-1], 1, out=starts[1:])
-    return starts
+    return np.append(0, stops + 1)[:-1]

@@ -86,13 +86,7 @@ def _highest(values: Array) -> int:
 
 
 def select_at_least(
-    values: Array,
-    key: int,
-    expected: int = 0,
-    *,
-    indices: Array | None = None,
-    moments: Array | None = None,
-    work: Pass = PLAIN,
+    values: Array, key: int, expected: int = 0, *, indices: Array | None = None, moments: Any = None, work: Pass = PLAIN
 ) -> tuple[Array, Array]:
     return select(values, key, expected, indices, moments, work)
 

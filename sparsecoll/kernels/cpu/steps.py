@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from sparsecoll.kernels import threads
@@ -69,14 +67,8 @@ def _step(  # type: ignore[no-untyped-def]
 def sgd_step(params: Array, velocity: Array | None, indices: Array, values: Array, offset: int, rule: SgdRule) -> None:
     lr, share, decay, momentum, damp, nesterov = rule
     now = velocity is None or nesterov  # whether the gradient itself is added to the parameters
-    factors: list[Any] = [
-        momentum,
-        damp * share,
-        damp * decay if decay else None,
-        1 - lr * decay if decay and now else None,
-        -(lr * share) if now else None,
-        lr * momentum if nesterov else lr,
-    ]
-    factors = [None if factor is None else params.dtype.type(factor) for factor in factors]
+    kept, added = 1 - lr * decay if decay and now else None, -(lr * share) if now else None
+    factors = momentum, damp * share, damp * decay if decay else None, kept, added, lr * momentum if nesterov else lr
+    typed = [None if factor is None else params.dtype.type(factor) for factor in factors]
     given = params, velocity, readonly(indices), readonly(values), np.uint64(offset)
-    threads.run(lambda start, stop: _step(*given, start, stop, *factors), threads.ranges(params.size, PART))
+    threads.run(lambda start, stop: _step(*given, start, stop, *typed), threads.ranges(params.size, PART))

@@ -14,11 +14,8 @@ def chunk_topk(values: Array, work: Pass, chunks: Chunks) -> tuple[int, Array, A
     count, blocks, index = chunks.counts.size, chunks.blocks.size - 1, index_dtype(values.size)
     slots = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks.counts)])
     edges, starts, at = (device.to_device(a) for a in (chunks.edges, chunks.blocks, slots))
-    places, found, wrong = (
-        device.empty(int(slots[-1]), index),
-        device.empty(count, np.uint64),
-        device.zeros(1, np.uint64),
-    )
+    places, found = device.empty(int(slots[-1]), index), device.empty(count, np.uint64)
+    wrong = device.zeros(1, np.uint64)
     macros, grid = types(values, index), {"blocks": min(max(count, 1), device.BLOCKS)}
     addend, scale = (None, 1.0) if work.add is None else work.add
     addend = None if addend is None else addend.astype(values.dtype, copy=False)

@@ -49,17 +49,15 @@ class ACPSGD(LowRank):
 
     @torch.no_grad()
     def compress(self, acc: DenseVector) -> DenseVector:
-        values = acc.values
-        matrices = self._matrices(values)
         fixed = self._pair[self._odd]
         if not self.reuse:
             seed = (self.seed + self.context.step + 1) * 1_000_003 + self.layout.index
             generator = torch.Generator().manual_seed(seed % (1 << 63))
             fixed = [self._random(tuple(f.shape), generator) for f in fixed]
-        fixed = [orthogonalized(f) for f in fixed]
-        own = [(M if self._odd else M.T) @ f for M, f in zip(matrices, fixed, strict=True)]
-        self._fixed, self._own = fixed, own
-        return self.finite((self._P if self._odd else self._Q).join(own + self._rest(values)), acc)
+        self._fixed = [orthogonalized(f) for f in fixed]
+        pairs = zip(self._matrices(acc.values), self._fixed, strict=True)
+        self._own = [(M if self._odd else M.T) @ f for M, f in pairs]
+        return self.finite((self._P if self._odd else self._Q).join(self._own + self._rest(acc.values)), acc)
 
     @torch.no_grad()
     def communicate(self, transport: Transport, message: DenseVector) -> list[torch.Tensor]:

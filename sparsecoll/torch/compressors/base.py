@@ -262,13 +262,17 @@ class Compressor(ABC):
         self, transport: Transport, message: Array, compared: Mapping[str, Any] = NOTHING, direct: bool = False
     ) -> list[Array]:
         """Return all ranks' messages of bytes, in rank order; ranks compare the values of `compared`, too."""
+        with self._agreed(transport, compared), transport.phase("gather"):
+            return allgatherv(transport, message, direct)
+
+    @contextlib.contextmanager
+    def _agreed(self, transport: Transport, compared: Mapping[str, Any] = NOTHING) -> Iterator[None]:
+        """Context manager of a call in which ranks compare the compressor and the values of `compared`."""
         with CollectiveCall(transport, "compressor", self.timeout) as call:
             call.signature |= {**compared, "compressor": self.describe(), "length": self.layout.length}
             call.agree()
-            with transport.phase("gather"):
-                blocks = allgatherv(transport, message, direct)
+            yield
             transport.waitall()
-        return blocks
 
 
 @dataclass
@@ -319,13 +323,11 @@ class ErrorFeedback(Compressor):
         """
         if self.acc.has_removed(sent):
             self.acc.commit(sent)
-            return
-        acc = self.acc.flush()
-        if sent is acc:
-            acc.values.fill(0)
-            return
-        check_part("contributed", sent, acc)
-        acc.subtract_at(sent)
+        elif sent is self.acc.flush():
+            self.acc.values.fill(0)
+        else:
+            check_part("contributed", sent, self.acc)
+            self.acc.subtract_at(sent)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}

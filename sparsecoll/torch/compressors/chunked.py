@@ -22,7 +22,6 @@ from sparsecoll.torch.compressors.schedule import RARE
 from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import NEAR_RANKS, allgatherv, exchanged
-from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import DenseVector
 
 SHARED = 32  # consecutive chunks of a parameter share two magnitudes
@@ -167,9 +166,7 @@ class ChunkedTopK(ErrorFeedback):
         if not self._by_owners:
             assert message[0] is not None
             return self.combined(self.gather(transport, encode(message[0]), direct=self.sends_at_once))
-        with CollectiveCall(transport, "compressor", self.timeout) as call:
-            call.signature |= {"compressor": self.describe(), "length": self.layout.length}
-            call.agree()
+        with self._agreed(transport):
             own = self._regions[self.own_rank]
             with transport.phase("split"):
                 received = {self.own_rank: message[self.own_rank]}
@@ -177,9 +174,7 @@ class ChunkedTopK(ErrorFeedback):
                     received[source] = decode(buffer, own)
                 summed = self._sum(own, [part for _, part in sorted(received.items()) if part is not None])
             with transport.phase("gather"):
-                blocks = allgatherv(transport, summed, self.size <= NEAR_RANKS)
-            transport.waitall()
-        return blocks
+                return allgatherv(transport, summed, self.size <= NEAR_RANKS)
 
     def _sum(self, own: Region, parts: list[Taken]) -> Array:
         """Return the message of the own region's sum, whose rounding errors become part of acc."""

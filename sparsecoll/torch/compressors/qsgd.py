@@ -10,7 +10,6 @@ from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import ErrorFeedback
 from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector
 
@@ -68,16 +67,13 @@ class QSGD(ErrorFeedback):
     def communicate(self, transport: Transport, message: DenseVector) -> None:
         """Write the mean, and leave in acc what did not contribute: chunks are compressed and sent at the same time."""
         seed = mix(mix(mix(self.seed, self.own_rank), self.layout.index), self.context.step)
-        with CollectiveCall(transport, "compressor", self.timeout) as call:
-            call.signature |= {"compressor": self.describe(), "length": self.layout.length}
-            call.agree()
+        with self._agreed(transport):
             channel = Channel(transport, self.layout.length)
             try:
                 self.algorithm.sum_of(channel, message, self._out, seed, mean=True, take=self.keeps_gradient)
             except NonFiniteError:
                 self.check_finite(message)  # names the parameter
                 raise
-            transport.waitall()
 
     def update(self, out: Array, message: DenseVector, reduced: None) -> None:
         pass
