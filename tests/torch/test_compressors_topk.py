@@ -1,5 +1,6 @@
 """TopK and its presets: densities, momentum correction, clipping."""
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,18 @@ import pytest
 import torch
 from one_bucket import normal, one, step
 
-from sparsecoll import Algorithm, CLTk, LowBit, Reduction, SparseVector, select, simulate
+from sparsecoll import (
+    Algorithm,
+    Allgather,
+    CLTk,
+    Hierarchical,
+    LowBit,
+    NonFiniteError,
+    Reduction,
+    SparseVector,
+    select,
+    simulate,
+)
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp
 from sparsecoll.torch.compressors import ErrorFeedback, StepContext, TopKCompressor, as_compressor, dgc, gaussiank
 from sparsecoll.torch.tensors.layout import Layout
@@ -200,3 +212,28 @@ def test_entries_that_share_memory_with_what_is_left_of_them_enter_the_mean(algo
         return model.weight.unique().tolist()
 
     assert simulate(3, program).results == [[-2.0]] * 3
+
+
+class First(Allgather):
+    """An algorithm of a user's, which selects the first entries."""
+
+    def select(self, x, k, ranks=1):
+        return SparseVector(np.arange(k), np.array(x.flush().values[:k]), x.length)
+
+
+@pytest.mark.parametrize("algo", [Hierarchical(inner=Allgather(selector=select.RandomK())), First()], ids=str)
+def test_nan_enters_no_residual_behind_a_selector_that_may_leave_it(algo):
+    def program(comm):
+        model, compressor = torch.nn.Linear(40, 40), TopKCompressor(0.01, algo=copy.deepcopy(algo))
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model, comm, compressor, dense_below=0)
+        model(torch.ones(2, 40)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.weight.register_hook(lambda grad: grad.clone().index_fill_(0, torch.tensor([39]), float("nan")))
+        model(torch.ones(2, 40)).sum().backward()
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+        return all(t.isfinite().all() for t in optimizer.state_dict()["sparsecoll"]["tensors"]["residual"].values())
+
+    assert simulate(2, program).results == [True, True]

@@ -1,5 +1,6 @@
 """What a worker of an ElasticGroup contributes to a round, exactly once, whatever happens between rounds."""
 
+import copy
 import time
 
 import pytest
@@ -117,3 +118,75 @@ def test_fp16_is_refused():
     """It divides gradients by a number of ranks that a round only finds out."""
     with pytest.raises(ValueError, match="compressor: expected 'none' or 'chunktopk' with an ElasticGroup, got 'fp16'"):
         worker(dist.HashStore(), "a", compressor="fp16")
+
+
+def test_frozen_parameters_of_all_files_are_loaded_when_a_job_restarts():
+    def made(model, store, name):
+        return LocalOptimizer(torch.optim.SGD(model.parameters(), 1.0), model, ElasticGroup(store, name=name), every=1)
+
+    saved, store = made(Layers(False), dist.HashStore(), "before").state_dict(), dist.HashStore()
+    models = [Layers(False) for _ in range(3)]
+    for model, optimizer in [(model, made(model, store, f"{i}")) for i, model in enumerate(models)]:
+        model.load_state_dict({"a": torch.zeros(8), "b": torch.full((8,), 5.0)})
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    assert [model.b.tolist() for model in models] == [[5.0] * 8] * 3
+
+
+def test_frozen_parameters_that_a_worker_has_changed_are_its_own_when_it_returns():
+    store, models = dist.HashStore(), [Layers(True), Layers(False), Layers(False)]
+
+    def made(model, name):
+        group = ElasticGroup(store, name=name, deadline=0.5)
+        return LocalOptimizer(torch.optim.SGD(model.parameters(), 1.0), model, group, every=1)
+
+    first, second = made(models[0], "a"), made(models[1], "b")
+    with torch.no_grad():
+        models[1].b.add_(3.0)  # which the first worker trains
+    together(lambda: models[0].step(first, 1.0), lambda: models[1].step(second, 1.0))
+    kept, state = copy.deepcopy(models[1].state_dict()), second.state_dict()
+    second.close()
+    models[0].step(first, 1.0)
+    returned = made(models[2], "b")
+    models[2].load_state_dict(kept)
+    returned.load_state_dict(state)
+    assert kept["b"].tolist() == [2.5] * 8 and models[2].b.tolist() == [1.5] * 8
+
+
+def test_parameters_that_all_workers_have_frozen_do_not_move():
+    """Neither by an outer momentum nor by an outer weight decay."""
+    model = Layers(True)
+    outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, weight_decay=0.1)
+    group = ElasticGroup(dist.HashStore())
+    optimizer = LocalOptimizer(torch.optim.SGD(model.parameters(), 1.0), model, group, every=1, outer=outer)
+    for _ in range(3):
+        model.step(optimizer, 1.0)
+    model.b.requires_grad_(False)
+    before = model.step(optimizer, 1.0)[1]
+    assert [model.step(optimizer, 1.0)[1] for _ in range(3)] == [before] * 3
+
+
+def test_a_worker_that_joins_and_is_always_the_first_gets_anothers_inner_state():
+    store = dist.HashStore()
+
+    def made(name):
+        p = torch.nn.Parameter(torch.zeros(3))
+        group = ElasticGroup(store, name=name, deadline=60)
+        inner = torch.optim.AdamW([p], 0.1)
+        return p, inner, LocalOptimizer(inner, [("p", p)], group, every=1), group
+
+    p, _, old, _ = made("old")
+    for _ in range(5):
+        step(p, old)
+    q, inner, new, group = made("new")
+    for _ in range(3):
+        together(lambda: (time.sleep(0.1), step(p, old)), lambda: step(q, new))
+        assert group.contributors[0] == "new"
+    assert inner.state[q]["step"] > 4
+
+
+def test_a_group_is_of_one_optimizer_after_join_too():
+    p, optimizer, group = worker(dist.HashStore(), "a", workers=1)
+    with optimizer.join():
+        step(p, optimizer)
+    with pytest.raises(ValueError, match="expected an ElasticGroup for each optimizer"):
+        LocalOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], group, every=1, dense_below=0)

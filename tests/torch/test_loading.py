@@ -105,3 +105,18 @@ def test_a_state_that_is_saved_as_a_step_ends_counts_it_once():
         return optimizer.state_dict()["sparsecoll"]["step"]
 
     assert simulate(2, program).results == [3, 3]
+
+
+def test_a_state_from_which_the_names_of_a_layer_were_deleted_is_loaded():
+    """As docs/torch.md says of replaced layers: it may have been the only one."""
+
+    def program(comm):
+        model = net()
+        optimizer = DistributedOptimizer(plain(model), model, comm, "topk", dense_below=0)
+        train(comm, model, optimizer, range(2))
+        state = copy.deepcopy(optimizer.state_dict())
+        for entries in state["sparsecoll"]["tensors"].values():
+            entries.clear()
+        optimizer.load_state_dict(state)
+
+    simulate(2, program)

@@ -14,6 +14,7 @@ from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
 from sparsecoll.torch import LocalOptimizer, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import QSGD, TopKCompressor  # noqa: E402
+from sparsecoll.torch.replica.replica import Replica  # noqa: E402
 
 SPARSE = TopKCompressor(0.1, "allgather")
 OPTIONS = {"every": 4, "compressor": SPARSE, "dense_below": 0, "bucket_bytes": 6000}
@@ -307,3 +308,25 @@ def test_a_fragment_whose_parameters_are_all_frozen_has_its_turn_like_others(who
         return bits(model)
 
     assert len(set(simulate(2, program).results)) == 1
+
+
+def test_means_under_way_compare_nothing_while_parameters_change(monkeypatch):
+    """The next one without a delay does."""
+    compared = []
+    monkeypatch.setattr(Replica, "compare", lambda replica, **_: compared.append(replica.transport.rank))
+
+    def program(comm):
+        model = net()
+        optimizer = LocalOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, every=4, fragments=2, delay=2)
+        for i in range(12):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, i)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.clamp_(-0.05, 0.05)
+        before = len(compared)
+        optimizer.synchronize()
+        return before
+
+    assert simulate(2, program).results == [0, 0] and sorted(compared) == [0, 1]

@@ -84,3 +84,57 @@ def test_a_table_that_was_dense_once_is_dense_on_a_new_rank():
 
     first, second = simulate(2, program).results
     assert first == second
+
+
+@pytest.mark.parametrize("wrap", [LocalOptimizer, DistributedOptimizer])
+def test_factors_that_a_new_rank_lacks_begin_anew(wrap):
+    """ACP-SGD multiplies by the factors of the step before, which must be the same on all ranks."""
+
+    def program(comm):
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Linear(64, 64)
+        options = {"compressor": "acpsgd", "dense_below": 0} | ({"every": 1} if wrap is LocalOptimizer else {})
+        optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, alone(), **options)
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(3 if comm.rank == 0 else 0):
+            step()
+        optimizer.move(comm)
+        for _ in range(2):
+            step()
+        return model.weight.detach().numpy().tobytes()
+
+    assert len(set(simulate(2, program).results)) == 1
+
+
+def test_parameters_that_the_optimizer_lacks_are_those_of_rank_0():
+    def program(comm):
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+        model[0].requires_grad_(False)
+        optimizer = LocalOptimizer(torch.optim.SGD(model[1].parameters(), 0.1), model, alone(), every=1)
+        optimizer.move(comm)
+        return model[0].weight.tolist()
+
+    first, second = simulate(2, program).results
+    assert first == second
+
+
+def test_a_new_rank_has_the_scale_of_rank_0():
+    def program(comm):
+        torch.manual_seed(comm.rank)
+        model, scaler = torch.nn.Linear(8, 8), torch.amp.GradScaler("cpu", init_scale=64.0 * 2**comm.rank)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model, alone(), "none", grad_scaler=scaler)
+        optimizer.move(comm)
+        scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return model.weight.tolist(), scaler.get_scale()
+
+    first, second = simulate(2, program).results
+    assert first == second

@@ -119,14 +119,12 @@ class TopKCompressor(ErrorFeedback):
                 "momentum: expected a number in a loop that does not know the optimizer's, got None: use momentum=0.7"
                 " and SGD without momentum at three times the learning rate, or DistributedOptimizer or SparseSGD"
             )
-        self._velocity = None
-        if self.momentum != 0:
-            self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices))
+        self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices)) if self.momentum != 0 else None
 
     def _reads_acc_once(self) -> bool:
         """Return whether only the selecting pass reads acc; a user's selector may read it again."""
         selector = self._algorithm.selector
-        return type(self._algorithm).select is Algorithm.select and (selector is None or built_in(type(selector)))
+        return type(self._algorithm).select is Algorithm.select and (selector is None or built_in(selector.__class__))
 
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping of this compressor."""
@@ -203,10 +201,11 @@ class TopKCompressor(ErrorFeedback):
 
     def _passes_by(self) -> bool:
         """Return whether NaN and infinity may be left unselected; a threshold of the library selects them first."""
-        selector = self._algorithm.selector
-        if selector is None:
-            return isinstance(self._algorithm, SparDL) and self._k < self.size  # which shares k among blocks
-        return isinstance(selector, RandomK) or not built_in(type(selector))
+        inner: Any = getattr(self._algorithm, "_between", self._algorithm)  # as which Hierarchical selects
+        selector: Any = self._algorithm.selector or inner.selector
+        if selector is None:  # SparDL shares k among blocks
+            return not built_in(inner.__class__) or (isinstance(inner, SparDL) and self._k < self.size)
+        return isinstance(selector, RandomK) or not built_in(selector.__class__)
 
     def _selected(self, acc: Vector) -> Vector:
         """Return what this rank sends, of as many entries as were counted."""

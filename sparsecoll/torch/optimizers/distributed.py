@@ -372,8 +372,9 @@ class DistributedOptimizer(Wrapper):
         """Skip the step after `backward()`, on all ranks: residuals are restored to their values before it.
 
         `zero_grad` does this, too, but not if your loop has changed parameters before, as SAM does: call this first.
+        Within `join`, RuntimeError is raised as by `zero_grad`.
         """
-        self._engine.discard()
+        self._engine.skip(updated=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's zero_grad; between `backward()` and `step()` this skips the step.

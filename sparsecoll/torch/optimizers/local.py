@@ -348,6 +348,8 @@ class LocalOptimizer(Wrapper):
         self._engine.replica.options.bucket_bytes = self._best(transport.size)
         self._engine.use(transport)
         self._engine.start_anew("move", 0, everything=True)
+        others = self._engine.others()
+        self._engine.replica.call("move", lambda _: broadcast_tensors(transport, others))
         self._engine.replica.call("move", lambda _: broadcast_optimizer(transport, self.optimizer))
 
     def close(self) -> None:

@@ -171,6 +171,12 @@ class Buckets:
             parked, index_of = collect(gone, self._parked), {n: i for n, i in self.index_of.items() if i < start}
             self._parked, self._pairs, self.index_of = parked, self._pairs[:start], index_of  # all or none
 
+    def forget(self, *kinds: str) -> None:
+        """After `release`, drop kinds of state, which begin anew: ranks may differ in them."""
+        for state in (self._parked, self._base):
+            for kind in kinds:
+                state.pop(kind, None)
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Discard all buckets, and rename parameters, old name -> new name; the state of all others is dropped."""
         self.release()
@@ -216,20 +222,15 @@ class Buckets:
 
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Return to the state of the last step, for all parameters or for those named."""
-        if self._base:
-            self._restore_base(names)
+        if base := self._base:  # goes into the buckets that were made since; a rollback of theirs returns to it
+            if names is not None:  # gone on this rank alone, perhaps: what ranks share stays
+                kinds = base.keys() - self._compressor.replicated_state
+                base = {kind: {name: t for name, t in base[kind].items() if name in names} for kind in kinds}
+            self._parked = restore([compressor for _, compressor in self], joined(self._parked, base))
         for bucket, _ in self:
             bucket.versions.rollback(names)
         if names is None:
             self.pending, self._base = False, {}
-
-    def _restore_base(self, names: Collection[str] | None) -> None:
-        """Let the state of the last step be in the buckets that were made since; a rollback of theirs returns to it."""
-        base = self._base
-        if names is not None:  # gone on this rank alone, perhaps: what ranks share stays
-            kinds = base.keys() - self._compressor.replicated_state
-            base = {kind: {name: t for name, t in base[kind].items() if name in names} for kind in kinds}
-        self._parked = restore([compressor for _, compressor in self], joined(self._parked, base))
 
     # -- saved state
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from sparsecoll.errors import CommunicationError
+from sparsecoll.kernels.memory import asarray_like, to_host
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.means import Means, Trial, check_mean
 from sparsecoll.torch.reduction.rounds import Contribution, ElasticGroup, Missed
+from sparsecoll.torch.reduction.state import LOCAL
 from sparsecoll.torch.replica.calls import LATE, Outcome
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Named, are_equal
@@ -157,12 +159,20 @@ class ElasticMeans(Means):
     def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], Any]) -> None:
         """Load a state. The group begins with it, unless a round is over: then what is this worker's own counts."""
         super().load_state_dict(state, load)
-        for name in (name for name, p in self._params.items() if takes_part(p) and name not in self._moved):
-            self._shared[name].copy_(self._params[name].detach())
+        before = state.get(LOCAL, {}).get("before", {})
+        for name in self._params.keys() - self._moved:
+            self._shared[name].copy_(before.get(name, self._params[name].detach()))
         self._joined, self._loaded, self._group.last = None, {}, ""
-        if not self._group.restart(self.replica.context.step, self._first):
+        if not self._group.restart(self.replica.context.step, self._saved):
             self._follow_newest()
             self._catch_up()
+
+    def state_dict(self) -> dict[str, Any]:
+        state, shared = super().state_dict(), self._shared
+        frozen = {name: p for name, p in self._params.items() if not takes_part(p) and name not in self._moved}
+        changed = [name for name, p in frozen.items() if not are_equal(shared[name].to(p.device), p)]
+        state[LOCAL]["before"] = {name: shared[name].clone() for name in changed}  # that this worker has changed itself
+        return state
 
     @torch.no_grad()
     def start_anew(self, name: str, root: int, everything: bool = False) -> None:
@@ -191,7 +201,8 @@ class ElasticMeans(Means):
         for bucket, compressor in buckets:
             take(bucket, compressor)
             own.append(bucket.message(compressor, self.replica.transport))
-        message, options = joined([block for _, block in own]), [plain(group) for group in self._outer.groups]
+        message = to_host(joined([block for _, block in own]))
+        options = [plain(group) for group in self._outer.groups]
         try:
             found, included = self._group.exchange(number, weight, message, options)
             flags = 0 if included else LATE
@@ -204,13 +215,18 @@ class ElasticMeans(Means):
         parts = [separated(one.message, len(buckets)) for one in found]
         for i, (bucket, compressor) in enumerate(buckets):
             compressor.size = len(found)
-            bucket.combine(compressor, own[i][0] if included else None, [part[i] for part in parts])
-            bucket.form_mean()
-            check_mean(bucket)
+            with bucket.layout.device.stream_context():
+                blocks = [asarray_like(part[i], own[i][1]) for part in parts]
+                bucket.combine(compressor, own[i][0] if included else None, blocks)
+                bucket.form_mean()
+                check_mean(bucket)
         total = math.fsum(one.weight for one in found)
         self.replica.context.step = number + 1
         trainable = {name for bucket, _ in buckets for name in bucket.layout.names}
         return Outcome(flags, number, trainable=trainable), len(found) / total if total else 1.0
+
+    def _names_of(self, bucket: Bucket) -> list[str]:
+        return [name for name in bucket.layout.names if bucket.has_mean(name)]  # others may be frozen on all workers
 
     def _accept(self, bucket: Bucket, flags: int) -> None:
         if flags & LATE:
@@ -258,6 +274,7 @@ class ElasticMeans(Means):
         """Leave the group."""
         self.drop()
         self._group.leave()
+        self._group.in_use = False
 
     def _take(self) -> Outcome:
         number = self._under_way[0].number

@@ -165,7 +165,9 @@ class Engine(Reducer):
         """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
         self.replica.transport = transport
         self.release()
+        self.buckets.forget("p", "q")
         self.replica.follow("move", self._optimizer)
+        self.replica.call("move", lambda _: self._scaling.follow(transport, 0))
         self.replica.warmed = False  # the first reduction compares gradients, as it does on ranks that are new
         self.steps.pass_over()
         self.number = enlist(self)
@@ -299,17 +301,20 @@ class Engine(Reducer):
         self.replica.suspect = True
         logger.error("rank %d: the wrapped optimizer's step failed: %s", self.replica.transport.rank, error)
 
-    def skip(self) -> None:
+    def skip(self, updated: bool = False) -> None:
         """Skip this step, because gradients are set to zero, unless the loop has updated parameters by itself.
 
         It cannot be skipped once a rank has left `join`, which has committed the reduction.
+
+        Args:
+            updated: skip it also if parameters have changed (default: False).
         """
-        if self.commit_if_updated():
+        if not updated and self.commit_if_updated():
             self.asked = False
             return
         if self.buckets.pending and self._outcome.joined and self.buckets.has_residuals and not self.closed:
             raise RuntimeError(
-                "zero_grad() cannot skip this step, because a rank has left join() and would take it:"
+                "zero_grad() and discard() cannot skip this step, because a rank has left join() and would take it:"
                 " decide before backward()"
             )
         self.discard()

@@ -207,11 +207,6 @@ def _alive(transport: Transport) -> dict[int, Any]:
     }
 
 
-def is_shared(transport: Transport) -> bool:
-    """Return whether several owners use a transport; the same on all ranks."""
-    return len(transport.sharers) > 1
-
-
 def synchronize_all(transport: Transport) -> None:
     """Reduce the gradients of all owners that are `asked` to, in the order of their creation; collective.
 
@@ -224,7 +219,7 @@ def synchronize_all(transport: Transport) -> None:
         owners = _alive(transport)
         numbers = list(transport.sharers)
         asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
-        if is_shared(transport) and transport.size > 1:
+        if len(transport.sharers) > 1 and transport.size > 1:
             timeouts = [owners[n].replica.options.timeout for n, due in zip(numbers, asked, strict=True) if due]
             timeout = min(filter(None, timeouts), default=None)
 

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -143,7 +143,9 @@ class Means(Window):
         replica, number, weight, failed = self.replica, self._next, 1.0, self._refused
         ours = {name for name in self._params if fragment is None or self._fragments[name] == fragment}
         moved, buckets = self._moved & ours, [pair for pair in self._buckets if pair[0].layout.names[0] in ours]
+        suspect, replica.suspect = replica.suspect, replica.suspect and not delay  # values change meanwhile
         row = replica.row(flags, [name in moved for name in self._shared], number)
+        replica.suspect = suspect
 
         def take(bucket: Bucket, compressor: Compressor) -> None:
             if bucket.gradient is None:
@@ -165,11 +167,12 @@ class Means(Window):
         try:
             result = in_background(replica.transport, form) if delay else completed_future(form)
         except BaseException:  # an interrupt: the next attempt takes the changes anew
+            replica.context.step = number
             for bucket, _ in buckets:
                 bucket.drop()
             raise
         due, steps = self._taken + delay, self.steps
-        self._under_way.append(Mean(number, fragment, moved, buckets, flags, steps, due, delay > 0, result))
+        self._under_way.append(Mean(number, fragment, buckets, flags, steps, due, delay > 0, result))
         self._number, self.steps = number + 1, 0
 
     def _form(self, trial: Trial) -> tuple[Outcome, float]:
@@ -311,6 +314,10 @@ class Means(Window):
         self.steps = steps
         return self._take()
 
+    def _names_of(self, bucket: Bucket) -> Sequence[str]:
+        """Return the names of the parameters that a mean moves."""
+        return bucket.layout.names
+
     def _accept(self, bucket: Bucket, flags: int) -> None:
         """Accept the mean of a bucket."""
         bucket.accept()
@@ -319,12 +326,13 @@ class Means(Window):
     def _move(self, bucket: Bucket, factor: float) -> None:
         """Move the shared parameters of a bucket by its mean."""
         rate = self._outer.rate(bucket.params.values())
-        if rate is not None and bucket.add_mean(-factor * rate):
-            return
-        bucket.form_mean()
+        with bucket.layout.device.stream_context():
+            if rate is not None and bucket.add_mean(-factor * rate):
+                return
+            bucket.form_mean()
         for own in self._outer.optimizers:
             own.zero_grad()  # what an earlier failure has left
-        bucket.assign_grads(bucket.new_grads(bucket.layout.names, factor))
+        bucket.assign_grads(bucket.new_grads(self._names_of(bucket), factor))
         for own in self._outer.optimizers:
             own.step()
         for shared in bucket.params.values():

@@ -90,7 +90,6 @@ class Mean:
     Attributes:
         number: of the mean.
         fragment: of the parameters; None for all.
-        moved: names of those that have moved on this rank.
         buckets: that hold them.
         flags: of this rank.
         steps: taken before by this rank since the mean before.
@@ -101,7 +100,6 @@ class Mean:
 
     number: int
     fragment: int | None
-    moved: set[str]
     buckets: list[tuple[Bucket, Compressor]]
     flags: int
     steps: int

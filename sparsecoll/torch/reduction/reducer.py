@@ -23,7 +23,7 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.hooks import MeanGradients, Owner, is_shared
+from sparsecoll.torch.reduction.hooks import MeanGradients, Owner
 from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import CHANGED, MEMBERS, NO_OUTCOME, Outcome, Row
 from sparsecoll.torch.replica.guards import fingerprint
@@ -101,12 +101,17 @@ class Reducer(Owner):
             self._order[name] = None
             return
         early = self._early and final and not self.gradients.are(State.STALE)
-        if not early or is_shared(self.replica.transport) or name not in self.buckets.index_of:
+        if not early or len(self.replica.transport.sharers) > 1 or name not in self.buckets.index_of:
             return
         index = self.buckets.index_of[name]
         if name not in self._awaited[index]:  # once more in this back-propagation, or after one that has raised
             self.gradients.to(State.STALE)
-            self._send_at_the_end()
+            self._early = False  # gradients are sent when back-propagation has ended, from now on
+            logger.warning(
+                "rank %d: gradients were computed more than once before a back-propagation ended (reentrant"
+                " checkpointing does so; use_reentrant=False does not): they are sent at its end from now on",
+                self.replica.transport.rank,
+            )
             return
         self.gradients.to(State.SENDING)
         self._copy(index, name)
@@ -134,15 +139,6 @@ class Reducer(Owner):
         if names:
             self.buckets.rollback(None if len(names) == len(self.means) else names)
             self.means.discard(names)
-
-    def _send_at_the_end(self) -> None:
-        """Send gradients when back-propagation has ended, from now on."""
-        self._early = False
-        logger.warning(
-            "rank %d: gradients were computed more than once before a back-propagation ended (reentrant checkpointing"
-            " does so; use_reentrant=False does not): they are sent at its end from now on",
-            self.replica.transport.rank,
-        )
 
     # -- jobs of the progress thread
 

@@ -149,7 +149,8 @@ class ElasticGroup:
         self._store.delete_key(f"left/{self.name}")  # which has come back after join()
         if not self.is_closed(number):
             self._contribute(number, weight, message, options)
-        included = self._is_in(number)  # also if it was closed while an earlier call was interrupted
+        closed = json.loads(self._store.get(self._of(number, "closed")))[0]  # perhaps since an interrupted call
+        included = any(self._of(number, f"message/{place}") == self.last for place, _ in closed)
         try:
             return self.read(number), included
         except Missed as error:
@@ -182,11 +183,6 @@ class ElasticGroup:
         """Return whether this worker's last message is of this round."""
         return self.last.startswith(self._of(number, "message/"))
 
-    def _is_in(self, number: int) -> bool:
-        """Return whether a closed round has this worker's last message."""
-        closed = json.loads(self._store.get(self._of(number, "closed")))[0]
-        return any(self._of(number, f"message/{place}") == self.last for place, _ in closed)
-
     def _newest_start(self) -> str:
         return (self._get("start") or START.encode()).decode()
 
@@ -203,7 +199,6 @@ class ElasticGroup:
 
     def leave(self) -> None:
         """Tell the others not to wait for this worker in later rounds."""
-        self.in_use = False
         self._store.set(f"left/{self.name}", "")
 
     def read(self, number: int) -> list[Contribution]:
@@ -333,7 +328,8 @@ class ElasticGroup:
 
     def lend(self, number: int, state: Callable[[], bytes]) -> None:
         """After round `number` - 1: let one worker write its own state, if others ask for one."""
-        if self.contributors[:1] == [self.name] and self._store.check(["asks"]):
+        asks = (self._get("asks") or b"").decode()
+        if asks and [worker for worker in self.contributors if worker != asks][:1] == [self.name]:
             self._store.delete_key("asks")
             before = self._get("own")
             self._write(f"own/{number}", state())
@@ -347,7 +343,7 @@ class ElasticGroup:
         if number > since:
             with contextlib.suppress(Missed):  # it was replaced meanwhile
                 return self._read(f"own/{number}").tobytes()
-        self._store.set("asks", "")
+        self._store.set("asks", self.name)
         return None
 
     # -- values

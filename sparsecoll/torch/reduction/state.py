@@ -57,7 +57,7 @@ def check(
         ValueError: it is of other parameters or another compressor.
     """
     check_keys(state)
-    if state.get("filled") and not any(state["tensors"].values()):
+    if state.get("filled") and not state["tensors"]:
         raise ValueError(f"state_dict: expected the residuals that were saved, got none: {UNFILLED}")
     rank, size, method = transport.rank, transport.size, compressor.describe()
     if (state["rank"], state["size"]) != (rank, size):

@@ -79,6 +79,11 @@ class Window(Owner):
         """This rank's values by name."""
         return {name: own_part(p) for name, p in self._params.items()}
 
+    def others(self) -> list[torch.Tensor]:
+        """Return this rank's part of the model's parameters that the optimizer does not have."""
+        known = {id(p) for p in self._params.values()}
+        return [own_part(p.detach()) for _, p in self._names() if id(p) not in known]
+
     def use(self, transport: Transport) -> None:
         """Communicate over this transport from now on. All ranks create their optimizers in the same order."""
         self.release()
@@ -167,6 +172,7 @@ class Window(Owner):
         With `everything`, so do parameters that took no part: some rank may be new.
         """
         self.release()
+        self._buckets.forget("p", "q")
         if not self.steps:
             self._start()
         behind = self._moved | self._last | {other for other, p in self._params.items() if takes_part(p)}

@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError, check_flag, check_integer
 from sparsecoll.formats import Buffer
@@ -266,21 +265,15 @@ class Row:
                 " all ranks whether to skip a step, by the mean gradients or by a value summed over the ranks"
             )
         marks = np.unpackbits(row[head.nbytes + 1 :], count=self._bits.size).astype(bool)
-        used, rows, dense, trainable, modules = np.split(marks, np.arange(1, 5) * len(names))
-
-        def named(marks: NDArray[Any]) -> set[str]:
-            return {names[i] for i in np.flatnonzero(marks).tolist()}
-
+        *parts, modules = np.split(marks, np.arange(1, 5) * len(names))
+        used, rows, dense, trainable = ({names[i] for i in np.flatnonzero(part).tolist()} for part in parts)
         return Outcome(
             flags=int(row[head.nbytes]),
             step=None if most == LEAST else most,
             most=furthest // size,
             root=0 if most == LEAST else size - 1 - root,
             furthest=size - 1 - furthest % size,
-            used=named(used),
-            rows=named(rows),
-            dense=named(dense),
-            trainable=named(trainable),
+            **{"used": used, "rows": rows, "dense": dense, "trainable": trainable},
             modules=modules.tolist(),
             same_options=checksum in (LEAST, -other),
         )

@@ -220,12 +220,8 @@ class Replica:
         call.signature |= self.shared_options()
         call.agree()
 
-    @property
-    def tensors(self) -> Named:
-        """All parameters and buffers that are kept the same on all ranks."""
-        return self._with_model(self.params)
-
     def _with_model(self, params: Named) -> Named:
+        """Return all that is kept the same on all ranks: these parameters, the model's others, and its buffers."""
         known = {id(p) for p in params.values()}
         others = [] if self._model is None else self._model.named_parameters()
         return {**{name: p for name, p in others if id(p) not in known}, **params, **self.buffers.tensors}
@@ -254,7 +250,7 @@ class Replica:
 
     def follow(self, name: str, *optimizers: torch.optim.Optimizer, root: int = 0) -> None:
         """Make parameters, buffers, states of optimizers and the number of steps those of rank `root`. Collective."""
-        tensors = self.tensors
+        tensors = self._with_model(self.params)
 
         def follow(call: CollectiveCall) -> None:
             call.signature |= describe(tensors)
@@ -360,7 +356,7 @@ class Replica:
         Without `buffers`, those are left out: forward passes may have changed them since.
         """
         left_out = {} if buffers else self.buffers.tensors
-        tensors = {name: t for name, t in self.tensors.items() if name not in left_out}
+        tensors = {name: t for name, t in self._with_model(self.params).items() if name not in left_out}
 
         def gather(_: CollectiveCall) -> Any:
             return allgather(self.transport, np.array([zlib.crc32(bits_of(t)) for t in tensors.values()], np.uint32))
