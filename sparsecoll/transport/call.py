@@ -7,7 +7,8 @@ state. So different arguments or states never share a number.
 
 Ranks in different calls may also wait for each other without a message between them. So a rank that has waited for a
 while sends the rank for which it waits the tag that it expects. That rank compares it with the tags of its own calls
-while it waits itself. docs/reliability.md proves that this finds every difference for which ranks would wait for ever.
+while it waits itself. That finds every difference for which ranks would wait for ever: tests/transport/test_mismatch.py
+proves it.
 
 A rank that receives a message with another tag, or on which an exception is raised, sends a report to all ranks: its
 arguments and its exception. Then it reads from each rank up to that rank's report, and discards the messages before it.
