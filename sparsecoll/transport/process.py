@@ -27,13 +27,14 @@ BUSY_SECONDS = 60.0  # for which the end of calls that do not wait is waited for
 
 _living: weakref.WeakSet[Transport] = weakref.WeakSet()
 _why = ""  # how the program, or its use of MPI, has ended
+_forked = False  # whether this process was forked from one that had this module
 
 
 def add(transport: Transport) -> None:
     """Take care of a transport from now on."""
     _living.add(transport)
-    if parent_process() is not None and "--multiprocessing-fork" not in sys.orig_argv:  # forked: no handlers of atexit
-        util.Finalize(None, _end, exitpriority=0)  # type: ignore[no-untyped-call]
+    if parent_process() is not None and (_forked or "--multiprocessing-fork" not in sys.orig_argv):
+        util.Finalize(None, _end_forked, exitpriority=0)  # type: ignore[no-untyped-call]
 
 
 def living() -> list[Transport]:
@@ -72,7 +73,15 @@ def _end() -> None:
     leave(living(), _why)
 
 
+def _end_forked() -> None:
+    """End a process that multiprocessing has forked, which calls no handlers of atexit."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    _end()
+
+
 def _forget() -> None:
+    global _forked
+    _forked = True
     for transport in list(_living):
         transport.forked()
 

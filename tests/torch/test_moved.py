@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import sparsecoll  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DiLoCo, DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch import DiLoCo, DistributedOptimizer, LocalOptimizer, OneBitAdam, SparseSGD  # noqa: E402
 
 
 def alone():
@@ -135,6 +135,51 @@ def test_a_new_rank_has_the_scale_of_rank_0():
         scaler.step(optimizer)
         scaler.update()
         return model.weight.tolist(), scaler.get_scale()
+
+    first, second = simulate(2, program).results
+    assert first == second
+
+
+def test_divisors_of_one_bit_adam_are_those_of_rank_0():
+    """They are formed again rarely, so that ranks that were apart for a while differ for long."""
+
+    def program(comm):
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Linear(64, 64)
+        optimizer = OneBitAdam(model.parameters(), 0.01, warm_up=4, comm=alone())
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(6):
+            step()
+        optimizer.move(comm)
+        for _ in range(2):
+            step()
+        return model.weight.detach().numpy().tobytes()
+
+    assert len(set(simulate(2, program).results)) == 1
+
+
+def test_fragments_are_those_of_rank_0():
+    """They depend on when parameters were added."""
+
+    def program(comm):
+        sizes = (60, 50, 100)
+        params = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        inner, names = torch.optim.SGD(groups[: 1 + comm.rank], 0.1), [(f"{i}", p) for i, p in enumerate(params)]
+        optimizer = LocalOptimizer(inner, names, alone(), every=2, fragments=2)
+        if comm.rank == 0:
+            optimizer.add_param_group(groups[1])
+        optimizer.move(comm)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        return [p.tolist() for p in params]
 
     first, second = simulate(2, program).results
     assert first == second

@@ -85,7 +85,7 @@ class ProcessGroupSparsecoll(ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: OptionsOf) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, arg-type]  # what Python classes can call
         if launcher.TORCHRUN in os.environ:  # which keeps the store when it restarts the job
-            store = PrefixStore(name_of_start(store, rank, size), store)
+            store = PrefixStore(name_of_start(store, rank, size, timeout), store)
         self._store = store
         self._transport = connect_group(self, "own", timeout.total_seconds())  # torch need not know the group
         self._named = Naming(self._transport)

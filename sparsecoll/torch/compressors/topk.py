@@ -201,11 +201,14 @@ class TopKCompressor(ErrorFeedback):
 
     def _passes_by(self) -> bool:
         """Return whether NaN and infinity may be left unselected; a threshold of the library selects them first."""
-        inner: Any = getattr(self._algorithm, "_between", self._algorithm)  # as which Hierarchical selects
-        selector: Any = self._algorithm.selector or inner.selector
+        inner: Any = self._algorithm
+        selector, known = inner.selector, built_in(inner.__class__)
+        while known and hasattr(inner, "_between"):  # as which Hierarchical selects
+            inner = inner._between
+            selector, known = selector or inner.selector, built_in(inner.__class__)
         if selector is None:  # SparDL shares k among blocks
-            return not built_in(inner.__class__) or (isinstance(inner, SparDL) and self._k < self.size)
-        return isinstance(selector, RandomK) or not built_in(selector.__class__)
+            return not known or (isinstance(inner, SparDL) and self._k < self.size)
+        return not known or isinstance(selector, RandomK) or not built_in(selector.__class__)
 
     def _selected(self, acc: Vector) -> Vector:
         """Return what this rank sends, of as many entries as were counted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -14,9 +15,11 @@ from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compress
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.rows import RowBucket, RowSum
 from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
+from sparsecoll.torch.replica.broadcasts import broadcast_tensors
 from sparsecoll.torch.replica.guards import STATES, checksum_of, checksum_of_state, undoing
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part
+from sparsecoll.torch.tensors.model import Named
 from sparsecoll.torch.tensors.private import values_of
 from sparsecoll.transport.all_ranks import allgather, broadcast
 from sparsecoll.transport.call import CollectiveCall
@@ -171,11 +174,22 @@ class Buckets:
             parked, index_of = collect(gone, self._parked), {n: i for n, i in self.index_of.items() if i < start}
             self._parked, self._pairs, self.index_of = parked, self._pairs[:start], index_of  # all or none
 
-    def forget(self, *kinds: str) -> None:
-        """After `release`, drop kinds of state, which begin anew: ranks may differ in them."""
-        for state in (self._parked, self._base):
-            for kind in kinds:
-                state.pop(kind, None)
+    def share_state(self, name: str, root: int = 0) -> None:
+        """After `release`, make state that is the same on all ranks that of rank `root`, or none. Collective."""
+        replica, self._extra = self._replica, {}
+        for kind in sorted(self._compressor.replicated_state):
+            own = dict(sorted(self._parked.pop(kind, {}).items()))
+            self._base.pop(kind, None)
+
+            def share(call: CollectiveCall, own: Named = own) -> bool:
+                mine = zlib.crc32(repr([(n, t.shape, t.dtype) for n, t in own.items()]).encode())
+                if np.ptp(allgather(call.transport, np.array([mine]))):  # a rank lacks it
+                    return False
+                broadcast_tensors(call.transport, own.values(), root)
+                return True
+
+            if replica.call(name, share):
+                self._parked[kind] = own
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Discard all buckets, and rename parameters, old name -> new name; the state of all others is dropped."""

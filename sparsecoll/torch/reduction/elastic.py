@@ -199,9 +199,11 @@ class ElasticMeans(Means):
             raise failed
         own = []
         for bucket, compressor in buckets:
-            take(bucket, compressor)
-            own.append(bucket.message(compressor, self.replica.transport))
-        message = to_host(joined([block for _, block in own]))
+            with bucket.layout.device.stream_context():
+                take(bucket, compressor)
+                sent, block = bucket.message(compressor, self.replica.transport)
+                own.append((sent, block, to_host(block)))
+        message = joined([block for *_, block in own])
         options = [plain(group) for group in self._outer.groups]
         try:
             found, included = self._group.exchange(number, weight, message, options)

@@ -165,8 +165,8 @@ class Engine(Reducer):
         """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
         self.replica.transport = transport
         self.release()
-        self.buckets.forget("p", "q")
         self.replica.follow("move", self._optimizer)
+        self.buckets.share_state("move")
         self.replica.call("move", lambda _: self._scaling.follow(transport, 0))
         self.replica.warmed = False  # the first reduction compares gradients, as it does on ranks that are new
         self.steps.pass_over()

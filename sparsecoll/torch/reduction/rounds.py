@@ -328,8 +328,8 @@ class ElasticGroup:
 
     def lend(self, number: int, state: Callable[[], bytes]) -> None:
         """After round `number` - 1: let one worker write its own state, if others ask for one."""
-        asks = (self._get("asks") or b"").decode()
-        if asks and [worker for worker in self.contributors if worker != asks][:1] == [self.name]:
+        asks = json.loads(self._get("asks") or b"[]")
+        if asks and [worker for worker in self.contributors if worker not in asks][:1] == [self.name]:
             self._store.delete_key("asks")
             before = self._get("own")
             self._write(f"own/{number}", state())
@@ -343,7 +343,8 @@ class ElasticGroup:
         if number > since:
             with contextlib.suppress(Missed):  # it was replaced meanwhile
                 return self._read(f"own/{number}").tobytes()
-        self._store.set("asks", self.name)
+        asks = json.loads(self._get("asks") or b"[]")  # what another worker adds meanwhile, it adds again
+        self._store.set("asks", json.dumps(sorted({*asks, self.name})))
         return None
 
     # -- values

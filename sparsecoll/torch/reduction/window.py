@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import wait
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparsecoll.errors import CommunicationError
@@ -21,6 +22,7 @@ from sparsecoll.torch.replica.replica import Members, Replica, changes, check_ad
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, are_equal, options_of, own_part
 from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import allgather
 
 
 class Window(Owner):
@@ -172,7 +174,6 @@ class Window(Owner):
         With `everything`, so do parameters that took no part: some rank may be new.
         """
         self.release()
-        self._buckets.forget("p", "q")
         if not self.steps:
             self._start()
         behind = self._moved | self._last | {other for other, p in self._params.items() if takes_part(p)}
@@ -181,6 +182,11 @@ class Window(Owner):
                 self._shared[other].copy_(self._own[other])
             behind = set(self._shared)
         self.replica.follow(name, *self._outer.optimizers, root=root)
+        self._buckets.share_state(name, root)
+        if everything:  # fragments depend on when parameters were added
+            own = np.array([self._fragments[n] for n in self._shared])
+            theirs = self.replica.call(name, lambda call: allgather(call.transport, own)[root])
+            self._fragments.update(zip(self._shared, theirs.tolist(), strict=True))
         for other in behind:
             self._own[other].copy_(self._shared[other])
         self.steps, self._moved, self._loaded, self._refused = 0, set(), {}, None

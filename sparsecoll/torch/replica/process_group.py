@@ -9,12 +9,14 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.replica.calls import communicator
 from sparsecoll.transport import SimComm, Transport, launcher
 from sparsecoll.transport.all_ranks import barrier, node_members, spread
@@ -86,41 +88,47 @@ def _join_torchrun(backend: str, **options: Any) -> None:
     store, rank, size = next(iter(dist.rendezvous("env://", **limit)))  # type: ignore[no-untyped-call, attr-defined]
     if limit:
         store.set_timeout(options["timeout"])
-    part = name_of_start(store, rank, size)
+    part = name_of_start(store, rank, size, options.get("timeout") or store.timeout)
     dist.init_process_group(
         backend, store=PrefixStore(f"sparsecoll/{part}", store), rank=rank, world_size=size, **options
     )
 
 
-def name_of_start(store: Any, rank: int, size: int) -> str:
+def name_of_start(store: Any, rank: int, size: int, timeout: timedelta) -> str:
     """Return a name that only the processes of this start of the job have.
 
     Every other rank asks with a random number, rank 0 answers what it finds, questions of processes that have ended
     included, until each rank has confirmed its answer.
 
     Raises:
-        DistStoreError: A rank has not asked within the store's timeout.
+        CommunicationError: A rank has not come within the timeout.
     """
-    own = secrets.token_hex(8)
-    if rank > 0:
-        store.set(f"sparsecoll/question/{rank}", own)
-        name: str = store.get(f"sparsecoll/answer/{own}").decode()
-        store.set(f"sparsecoll/confirmed/{own}/{name}", "")
-        return name
-    waiting, ends = set(range(1, size)), time.monotonic() + store.timeout.total_seconds()
-    while waiting:
+    own, ends, answer = secrets.token_hex(8), time.monotonic() + timeout.total_seconds(), "sparsecoll/answer"
+
+    def pause(waiting: set[int]) -> None:
         if time.monotonic() > ends:
-            raise dist.DistStoreError(
-                f"init_process_group: expected all {size} ranks of torchrun within {store.timeout}, got no word of"
+            raise CommunicationError(
+                f"init_process_group: expected all {size} ranks within {timeout}, rank {rank} has got no word of"
                 f" {sorted(waiting)}: call it on all ranks"
             )
+        time.sleep(0.005)
+
+    if rank > 0:
+        store.set(f"sparsecoll/question/{rank}", own)
+        while not store.check([f"{answer}/{own}"]):
+            pause({0})
+        name: str = store.get(f"{answer}/{own}").decode()
+        store.set(f"sparsecoll/confirmed/{own}/{name}", "")
+        return name
+    waiting = set(range(1, size))
+    while waiting:
+        pause(waiting)
         for other in list(waiting):
             if store.check([f"sparsecoll/question/{other}"]):
                 question = store.get(f"sparsecoll/question/{other}").decode()
-                store.set(f"sparsecoll/answer/{question}", own)
+                store.set(f"{answer}/{question}", own)
                 if store.check([f"sparsecoll/confirmed/{question}/{own}"]):
                     waiting.remove(other)
-        time.sleep(0.005)
     return own
 
 
