@@ -108,6 +108,8 @@ class Residual:
             NonFiniteError: There is a NaN among the selected values.
         """
         check_selector(selector)
+        if selector is None:
+            raise TypeError("selector: expected an object of sparsecoll.select, got None")
         self._acc.add_later(gradient, scale)
         self._acc.clear_selected = True
         chosen: SparseVector | None = None
@@ -134,7 +136,7 @@ class Residual:
         check_part("taken", taken, self._acc)
         if contributed is not None:
             check_part("contributed", contributed, self._acc)
-        self._acc.add_at(taken)
+        self._acc.add_at(taken.to_sparse())
         if contributed is not None:
             self._acc.subtract_at(contributed)
 

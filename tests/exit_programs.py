@@ -113,7 +113,7 @@ def matched():
     if RANK == LAST:
         start()
     else:
-        time.sleep(1)
+        time.sleep(0.3)
         tell(call)
 
 

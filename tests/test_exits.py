@@ -44,7 +44,8 @@ TOGETHER = [
     for order in ("gms", "mgs", "gsm")
     for end in ("left", "outstanding", "destroy", "finalize", "finalize only")
 ]
-SOME = ["outstanding, raises", "ddp, hook", "daemon", "interrupted"]
+SOME = ["outstanding, raises", "ddp, hook", "daemon", "interrupted", "works on"]
+SILENT = ("finalizers, one", "pending, finalized")  # where other ranks have nothing to say
 SOME_OVER_MPI = ["outstanding, raises", "matched", "finalized", "pending, finalized", "thread, raises", TOGETHER[6]]
 
 
@@ -59,7 +60,7 @@ def check(case, size, rank, text):
     if failed:
         assert len(said) == 1 and f"rank {size - 1}" in said[0], (case, rank, text)
     else:
-        assert set(said) <= {"done"}, (case, rank, text)
+        assert set(said) == (set() if case in SILENT else {"done"}), (case, rank, text)
 
 
 @pytest.mark.slow

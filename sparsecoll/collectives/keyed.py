@@ -98,7 +98,7 @@ def _kind_of(x: SparseVector, back: ToMapping) -> int:
     A bound of b > 0 stands for magnitudes up to 2^(b-1), and 0 for no integer but 0.
     """
     own, largest = KEYS.index(back.keys) * len(VALUE_DTYPES) + VALUE_DTYPES.index(x.dtype.name), back.largest
-    if x.nnz and x.dtype.kind in "iu":
+    if x.nnz and x.dtype.kind in "biu":
         largest = max(int(x.values.max()), -int(x.values.min()))
     bound = (largest - 1).bit_length() + 1 if largest else 0
     return (x.nnz * BOUNDS + bound) * KINDS + own

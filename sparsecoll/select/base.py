@@ -36,16 +36,22 @@ class Stateful:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; raise ValueError, and change nothing, for a state of another class."""
-        parts = {name.lstrip("_"): isinstance(part, Stateful) for name, part in self._state().items()}
-        missing = [n for n, nested in parts.items() if n not in state or (nested and not isinstance(state[n], dict))]
-        if missing:
-            raise ValueError(f"state: expected that of {type(self).__name__}, got one without {missing[0]!r}")
+        self.check_state(state)
         for name, part in self._state().items():
             saved = state[name.lstrip("_")]
             if isinstance(part, Stateful):
                 part.load_state_dict(saved)
             else:
                 setattr(self, name, saved)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError for a state of another class."""
+        for name, part in self._state().items():
+            key, nested = name.lstrip("_"), isinstance(part, Stateful)
+            if key not in state or (nested and not isinstance(state[key], dict)):
+                raise ValueError(f"state: expected that of {type(self).__name__}, got one without {key!r}")
+            if nested:
+                part.check_state(state[key])
 
     def _state(self) -> dict[str, Any]:
         parts = {f: getattr(self, f.name) for f in fields(self) if f.compare}

@@ -64,7 +64,7 @@ class ThresholdReuse(Selector):
         """Store a threshold that `count` entries reach; `count_above_probe` entries reach PROBE times it."""
         usable = math.isfinite(value) and value > 0
         if usable and self.value:  # how far it is from what was expected
-            self.drift += self.INTEGRAL * min(max(math.log(value / self.value), -self.JUMP), self.JUMP)
+            self.drift += self.INTEGRAL * min(max(math.log(max(value / self.value, 1e-300)), -self.JUMP), self.JUMP)
         self.value = value * math.exp(self.drift) if usable else None
         ratio = math.log(count / max(count_above_probe, 1)) / math.log(self.PROBE) if count else 1.0
         self.slope = min(max(ratio, 0.25), 50.0)

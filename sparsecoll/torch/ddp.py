@@ -179,10 +179,14 @@ class HookState:
         shapes = tuple(tuple(p.shape) for p in params.values())
         dtype, device = residual_dtype(values.dtype), device_of(values)
         layout = Layout(index, lengths, names, shapes, dtype, device, rows=rows)
-        with CollectiveCall(self.transport, "bind", self._timeout):
+
+        def bind(_: CollectiveCall) -> None:
             if index == 0:
                 self._check_ranks()
-            return self._buckets.bind(params, layout)
+            self._buckets.bind(params, layout)
+
+        self._buckets.all_or_none(bind)
+        return self._buckets[index]
 
     def _scale(self, compressor: Compressor) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None and compressor.unscales else 1.0

@@ -7,7 +7,7 @@ import pytest
 from cases import same_bits, support
 
 import sparsecoll
-from sparsecoll import Allgather, Auto, Costs, Dense, DenseStream, Network, SparCML, SparseVector, simulate
+from sparsecoll import Allgather, Auto, Costs, Dense, DenseStream, Network, SparCML, SparseVector, select, simulate
 from sparsecoll.algorithms.auto.costmodel import ALL, CHOICES, fastest
 from sparsecoll.telemetry.traffic import Counts
 from sparsecoll.transport.all_ranks import allgather
@@ -192,3 +192,18 @@ def test_a_state_of_the_other_want_is_refused():
     with pytest.raises(ValueError, match="state: expected that of Auto, got one without 'oktopk'"):
         auto.load_state_dict(Auto().state_dict())
     assert auto.state_dict() == before
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    """Neither an object of another want, nor a part of one before the part that is wrong."""
+    old, new = Auto(want="top_k_of_sum"), Auto()
+    with pytest.raises(ValueError, match="want='exact_sum'"):
+        new.load_state_dict(old.state_dict())
+    assert simulate(2, lambda comm: sparsecoll.allreduce(comm, {3: 1}, Auto())).results[0] == {3: 2}
+    assert new._oktopk is None
+    one = sparsecoll.Hierarchical(selector=select.SampledThreshold(), inner="gtopk")
+    one.selector._calls = 5
+    other = sparsecoll.Hierarchical(selector=select.SampledThreshold(), inner="oktopk")
+    with pytest.raises(ValueError, match="expected that of OkTopk"):
+        other.load_state_dict(one.state_dict())
+    assert other.selector._calls == 0

@@ -321,3 +321,13 @@ def test_keys_of_several_integer_types_are_one_type():
         7: 2,
         2**63 - 2: 1,
     }
+
+
+def test_bools_count_as_integers_that_may_overflow():
+    values = [{1: 2**63 - 1}, {1: True}]
+    with pytest.raises(ValueError, match="rank"):
+        simulate(2, lambda comm: sparsecoll.allreduce(comm, values[comm.rank]))
+    values = [{1: 2**53}, {1: True}, {2: 0.5}]
+    with pytest.raises(ValueError, match="rank"):
+        simulate(3, lambda comm: sparsecoll.allreduce(comm, values[comm.rank]))
+    assert simulate(2, lambda comm: sparsecoll.allreduce(comm, {1: True})).results[0] == {1: 2}

@@ -187,8 +187,8 @@ def test_timeout_names_the_rank_waited_for(pair):
         pair.send("done", 1)
     else:
         pair.recv(source=0)
-        with pytest.raises(CommunicationError):
-            sparsecoll.allreduce(pair, SparseVector([0], np.ones(1), 5), timeout=0.3)  # meets the stale message
+        with pytest.raises(CommunicationError, match=r"^rank 0 waits for a message of rank 1|length: expected the"):
+            sparsecoll.allreduce(pair, SparseVector([0], np.ones(1), 5), timeout=60)  # meets the stale message
 
 
 def test_intercommunicators_and_other_objects_are_refused(mpi):
@@ -207,7 +207,7 @@ def test_an_mpi_that_cannot_shrink_leaves_the_communicator_as_it_was(comm, mpi):
 
 
 def test_a_rank_that_waits_leaves_its_core_to_others(comm):
-    """Processor time in waits of 0.3 s, the median of three; MPI is polled, sockets sleep."""
+    """Share of processor time in waits of 0.3 s, the median of three; MPI is polled, sockets sleep."""
     transport, used = as_transport(comm), []
     for _ in range(3):
         comm.Barrier()
@@ -216,8 +216,8 @@ def test_a_rank_that_waits_leaves_its_core_to_others(comm):
         start, before = time.perf_counter(), time.thread_time()
         allgather(transport, np.zeros(1, np.uint8))
         transport.waitall()
-        used.append(time.thread_time() - before - 0.08 * (time.perf_counter() - start))
-    assert comm.rank == 0 or sorted(used)[1] < 0.005
+        used.append((time.thread_time() - before) / (time.perf_counter() - start))
+    assert comm.rank == 0 or sorted(used)[1] < 0.18  # one that spins has a quarter of a core even with 8 ranks on 2
 
 
 def test_progress_visits_only_the_ranks_that_something_is_expected_of(comm, mpi):

@@ -139,3 +139,19 @@ def test_thresholds_are_found_anew_where_they_have_become_zero():
     x, reuse = np.zeros(10_000), select.ThresholdReuse(tolerance=float("inf"))
     x[:100] = np.random.default_rng(0).standard_normal(100)
     assert {reuse.select(DenseVector(x), 300).nnz for _ in range(100)} == {100}
+
+
+def test_a_residual_without_a_selector_is_as_before():
+    residual, gradient = Residual(4), np.ones(4, np.float32)
+    with pytest.raises(TypeError, match=r"selector: expected an object of sparsecoll\.select, got None"):
+        residual.take(gradient, None, 2)
+    taken = residual.take(gradient, select.TopK(), 2)
+    assert taken.values.tolist() == [1.0, 1.0]
+    residual.restore(DenseVector(taken.to_dense()))
+    assert residual.array.tolist() == [1.0] * 4
+
+
+def test_thresholds_follow_values_that_fall_by_more_than_floats_can_hold():
+    selector = ThresholdReuse()
+    for scale in (1e200, 1e-200, 1e200):
+        assert selector.select(DenseVector(scale * np.arange(1, 101)), 10).nnz >= 10

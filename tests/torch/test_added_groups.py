@@ -18,7 +18,7 @@ from nets import batch, bits, loss_of, net  # noqa: E402
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, OneBitAdam, SparseSGD  # noqa: E402
 from sparsecoll.torch.compressors import TopKCompressor  # noqa: E402
 
 P, CULPRIT = 3, 1
@@ -172,3 +172,53 @@ def test_a_group_that_is_wrong_on_one_rank_is_on_none(way, case):
     raised, _, same, final = zip(*simulate(P, partial(training, way, "late", given)).results, strict=True)
     assert None not in raised and all(same) and all(re.search(text, one) for one in raised), (raised, same)
     assert set(final) == {whole[0][3]}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_group_that_is_added_after_the_reduction_takes_part_in_the_next_step(inner):
+    """Its gradients are each rank's own until then."""
+
+    def program(comm):
+        torch.manual_seed(0)
+        body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+        sgd = torch.optim.SGD(body.parameters(), 0.1)
+        optimizer = DistributedOptimizer(sgd, body, comm, "none")
+        x, seen = torch.randn(4, 8, generator=torch.Generator().manual_seed(comm.rank)), []
+        for step in range(3):
+            optimizer.zero_grad()
+            head.zero_grad()
+            head(body(x)).square().mean().backward()
+            if step == 0:
+                (sgd if inner else optimizer).add_param_group({"params": list(head.parameters())})
+            optimizer.step()
+            seen.append([p.tolist() for p in (body.weight, head.weight)])
+        return seen
+
+    first, second = simulate(2, program).results
+    assert first == second and first[0][1] != first[2][1]
+
+
+def test_amsgrad_is_refused_in_later_groups_of_one_bit_adam_too():
+    model, head = net(), torch.nn.Linear(3, 2)
+    optimizer = OneBitAdam(model.parameters(), 0.1, warm_up=3)
+    with pytest.raises(ValueError, match="amsgrad: expected False"):
+        optimizer.add_param_group({"params": list(head.parameters()), "amsgrad": True})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_the_cure_of_gradients_that_were_changed_in_place_is_one():
+    """The error names zero_grad()."""
+
+    def program(comm):
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, "none")
+        loss_of(model, batch(comm.rank, 0)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with optimizer.no_sync():
+            loss_of(model, batch(comm.rank, 1)).backward()
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, 2)).backward()
+        optimizer.step()
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1

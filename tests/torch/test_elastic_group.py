@@ -123,10 +123,10 @@ def test_means_are_weighted_and_a_worker_that_was_away_begins_with_the_newest_st
     b.p.grad = torch.full_like(b.p, 5.0)
     b.optimizer.step()
     start = time.monotonic()
-    assert together(lambda: a.steps(), lambda: b.steps(1)) is not None
+    together(lambda: a.steps(), lambda: b.steps(1))
     assert time.monotonic() - start < 60
     b.optimizer.synchronize()
-    assert alone < -80
+    assert float(b.p.detach()[0]) <= alone < -80
 
 
 class Removing:

@@ -11,6 +11,7 @@ import torch.distributed as dist  # noqa: E402
 from test_elastic_group import together  # noqa: E402
 from test_elastic_states import Layers  # noqa: E402
 
+from sparsecoll.errors import NonFiniteError  # noqa: E402
 from sparsecoll.torch import ElasticGroup, LocalOptimizer  # noqa: E402
 
 
@@ -191,3 +192,19 @@ def test_a_group_is_of_one_optimizer_after_join_too():
         step(p, optimizer)
     with pytest.raises(ValueError, match="expected an ElasticGroup for each optimizer"):
         LocalOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], group, every=1, dense_below=0)
+
+
+def test_a_nan_raises_on_its_worker_alone():
+    store = dist.HashStore()
+    (p, first, group), (q, second, _) = worker(store, "a"), worker(store, "b")
+    together(lambda: step(p, first), lambda: step(q, second))
+
+    def fails_once():
+        p.grad = torch.full_like(p, float("nan"))
+        with pytest.raises(NonFiniteError):
+            first.step()
+        first.discard()
+        step(p, first)
+
+    together(fails_once, lambda: step(q, second))
+    assert p.tolist() == q.tolist() == [-2.0] * 3 and sorted(group.contributors) == ["a", "b"]

@@ -173,3 +173,91 @@ def test_an_update_that_fails_on_one_rank_is_raised_on_all(monkeypatch):
         return bits(model)
 
     assert len(set(simulate(P, program).results)) == 1
+
+
+def fail_once(buckets, number):
+    """Let the n-th `bind` from now on run out of memory."""
+    bind, calls = buckets.bind, []
+
+    def fails(*arguments):
+        calls.append(number)
+        if len(calls) == number:
+            buckets.bind = bind
+            raise MemoryError
+        return bind(*arguments)
+
+    buckets.bind = fails
+
+
+@pytest.mark.parametrize("wrap", ["SparseSGD", "DistributedOptimizer"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_training_goes_on_after_memory_ran_out_while_buckets_were_made(wrap, number):
+    """On one rank, whose others have made all of theirs."""
+
+    def program(comm):
+        model, raised = net(), []
+        model[0].float()
+        forward = torch.nn.Sequential(model[0], Double(), *model[1:])
+        if wrap == "SparseSGD":
+            optimizer = SparseSGD(model.parameters(), 0.1, comm=comm, algo="allgather")
+            buckets = optimizer._flat._buckets
+        else:
+            inner = torch.optim.SGD(model.parameters(), 0.1)
+            optimizer = DistributedOptimizer(inner, model, comm, "topk", bucket_bytes=6000, overlap=False)
+            buckets = optimizer._engine.buckets
+        if comm.rank == 1:
+            fail_once(buckets, number)
+        for i in range(4):
+            x, y = batch(comm.rank, i)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(forward(x.float()), y).backward()
+            try:
+                optimizer.step()
+            except CommunicationError as error:
+                raised.append(str(error))
+        return raised, bits(model)
+
+    results = simulate(P, program).results
+    assert all(len(raised) == 1 and "MemoryError" in raised[0] for raised, _ in results), results[0][0]
+    assert len({values for _, values in results}) == 1
+
+
+class Double(torch.nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
+def test_parameters_of_a_bucket_that_was_not_made_are_stepped_later():
+    """A table whose gradient becomes dense changes the buckets, but not which parameters take part."""
+    table, head = torch.nn.Embedding(50, 4, sparse=True), torch.nn.Linear(4, 2).double()
+    optimizer = SparseSGD([*table.parameters(), *head.parameters()], 0.1)
+
+    def backward(dense):
+        optimizer.zero_grad()
+        head(table(torch.tensor([1, 2])).double()).square().mean().backward()
+        table.weight.grad = table.weight.grad.to_dense() if dense else table.weight.grad
+
+    backward(False)
+    optimizer.step()
+    backward(True)
+    fail_once(optimizer._flat._buckets, 2)
+    with pytest.raises(Exception, match="MemoryError"):
+        optimizer.step()
+    before = [p.detach().clone() for p in (table.weight, head.weight)]
+    backward(True)
+    optimizer.step()
+    assert not any(torch.equal(p, then) for p, then in zip((table.weight, head.weight), before, strict=True))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_sum_beyond_float16_is_no_infinite_step(sparse):
+    def program(comm):
+        p = torch.nn.Embedding(25, 4, sparse=sparse, dtype=torch.float16).weight
+        before = p.detach().clone()
+        optimizer = SparseSGD([p], 1e-5, comm=comm, algo="allgather", density=0.1, momentum=0.5)
+        grad = torch.full_like(p, 2e4)
+        p.grad = grad.to_sparse(1) if sparse else grad
+        optimizer.step()
+        return bool(p.isfinite().all()) and not torch.equal(p, before)
+
+    assert all(simulate(4, program).results)

@@ -15,6 +15,7 @@ from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
 from sparsecoll.torch import DiLoCo, LocalOptimizer  # noqa: E402
 from sparsecoll.torch.compressors import QSGD, ChunkedTopK, TopKCompressor  # noqa: E402
+from sparsecoll.torch.optimizers.diloco import PRESETS  # noqa: E402
 
 CHUNKED = ChunkedTopK(4, 16, algo="allgather")
 NAMES = [name for name, _ in net().named_parameters()]
@@ -353,6 +354,18 @@ def test_several_inner_optimizers_step_together_and_resume():
     assert len(set(simulate(2, program).results)) == 1
 
 
+def test_presets_are_those_of_the_table():
+    made = {name: of() for name, of in PRESETS.items()}
+    assert [own["every"] for own in made.values()] == [30, 100, 30, 30] and made["diloco"]["compressor"] == "none"
+    assert [made["streaming"][key] for key in ("fragments", "delay", "alpha")] == [4, 5, 0.5]
+    assert [(made[n]["compressor"].bits, made[n]["compressor"].feedback) for n in ("streaming", "muloco")] == [
+        (4, True),
+        (2, True),
+    ]
+    chunked = made["sparseloco"]["compressor"]
+    assert (chunked.k, chunked.chunk, chunked.decay) == (64, 4096, 0.95)
+
+
 @pytest.mark.parametrize("preset", ["diloco", "streaming", "sparseloco", "muloco"])
 def test_presets_of_diloco_have_the_papers_values_and_resume(preset):
     def program(comm):
@@ -364,7 +377,7 @@ def test_presets_of_diloco_have_the_papers_values_and_resume(preset):
         optimizer = wrapped()
         assert repr(optimizer).startswith("DiLoCo(")
         outer = optimizer._engine._outer.optimizers[0].param_groups[0]
-        assert (outer["lr"], outer["momentum"]) == VALUES[preset]
+        assert (outer["lr"], outer["momentum"]) == VALUES[preset] and outer["nesterov"] == (outer["momentum"] > 0)
         train(comm, optimizer, model, 13)
         optimizer.synchronize()
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

@@ -158,6 +158,7 @@ def blocks():
 def test_sums_are_right_or_all_live_ranks_raise(network, block):
     happened = [check(network, seed) for seed in range(FIRST + block, FIRST + SEEDS, BLOCKS)]
     print(f"{len(happened)} seeds, {sum(happened)} faults")
+    assert sum(happened) or len(happened) < 20
 
 
 @pytest.mark.parametrize("network", NETWORKS)

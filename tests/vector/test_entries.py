@@ -330,7 +330,7 @@ def test_to_scipy_in_one_dimension():
 @pytest.mark.parametrize("dtype", [name for name in VALUE_DTYPES if name != "bfloat16"])
 def test_every_type_of_values(dtype):
     x = SparseVector.from_pairs([4, 1, 4, 7], np.array([1, 2, 1, 0], dtype), 9)
-    assert x.dtype == dtype and x.values.tolist() == [2, 2, 0] if dtype != "bool" else [True, True, False]
+    assert x.dtype == dtype and x.values.tolist() == ([2, 2, 0] if dtype != "bool" else [True, True, False])
     assert (x + x).dtype == dtype and x[4] == x.values[1] and SparseVector.from_dense(x.to_dense()).nnz == 2
     assert x.topk(1).indices.tolist() == [1] and x.threshold(0.5).indices.tolist() == [1, 4]
     swapped = SparseVector([1], np.ones(1, np.dtype(dtype).newbyteorder()), 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -70,6 +71,11 @@ class Auto(Algorithm):
         check_model("network", self.network)
         if self.want == "top_k_of_sum":
             self._oktopk = OkTopk()
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        if self._oktopk is None and state["oktopk"] is not None:
+            raise ValueError("state: expected that of Auto(want='exact_sum'), got that of Auto(want='top_k_of_sum')")
 
     @property
     def semantics(self) -> str:  # type: ignore[override]

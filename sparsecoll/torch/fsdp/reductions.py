@@ -25,7 +25,7 @@ from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
 from sparsecoll.transport import Transport
-from sparsecoll.transport.all_ranks import disseminate
+from sparsecoll.transport.all_ranks import barrier, disseminate
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import in_background
 
@@ -272,15 +272,20 @@ class ShardedReductions:
         return [group.layout(index, lengths, self._parts) for index, group in enumerate(self._groups)]
 
     def _bind(self) -> None:
-        """Make the buckets; the state of parameters is kept. Collective."""
+        """Make the buckets, on all ranks or on none; the state of parameters is kept. Collective."""
 
         def bind(_: Any) -> None:
             self._buckets.release()
             for layout in self._layouts():
                 params = dict.fromkeys(layout.names, torch.empty(0, device="cpu"))
                 self._buckets.bind(params, layout)
+            barrier(self._transport)
 
-        self._failures.call(self._transport, "bind", bind)
+        try:
+            self._failures.call(self._transport, "bind", bind)
+        except Exception:
+            self._buckets.release()
+            raise
 
     # -- saved state
 

@@ -351,6 +351,8 @@ class OneBitAdam(Wrapper):
             raise RuntimeError(
                 f"add_param_group: expected a call in the warm-up, which gives parameters their second moments: {NEW}"
             )
+        with self._engine.replica.agreed():
+            refuse_amsgrad([param_group])
         super().add_param_group(param_group, named_parameters)
 
     def move(self, comm: Any) -> None:

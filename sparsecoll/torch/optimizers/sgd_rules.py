@@ -231,6 +231,11 @@ class Update:
         """tensor += factor * update, in place, in the tensor's dtype, whatever its memory format."""
         tensor.add_(self.values.view(tensor.shape), alpha=factor)
 
+    def _terms(self, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, float]:
+        """Return values of a dtype, which may not hold the sum itself, and what they are still to be multiplied by."""
+        same = self.values.dtype == dtype
+        return (self.values, factor) if same else ((self.values * factor).to(dtype), 1.0)
+
     def step(self, p: torch.Tensor, states: Any, rule: Rule) -> None:
         """Take torch.optim.SGD's step.
 
@@ -284,7 +289,8 @@ class SparseUpdate(Update):
     def add_to(self, tensor: torch.Tensor, factor: float) -> None:
         index = self._index
         if tensor.is_contiguous():
-            tensor.view(-1).index_add_(0, index, self.values.to(tensor.dtype), alpha=factor)
+            values, alpha = self._terms(tensor.dtype, factor)
+            tensor.view(-1).index_add_(0, index, values, alpha=alpha)
         elif index.numel():
             positions = torch.unravel_index(index, tensor.shape)
             tensor.index_put_(positions, (self.values * factor).to(tensor.dtype), accumulate=True)
@@ -315,8 +321,8 @@ class RowUpdate(Update):
         self._rows = rows
 
     def add_to(self, tensor: torch.Tensor, factor: float) -> None:
-        values = self.values.to(tensor.dtype).view(-1, *tensor.shape[1:])
-        tensor.index_add_(0, self._rows, values, alpha=factor)
+        values, alpha = self._terms(tensor.dtype, factor)
+        tensor.index_add_(0, self._rows, values.view(-1, *tensor.shape[1:]), alpha=alpha)
 
     def step(self, p: torch.Tensor, states: Any, rule: Rule) -> None:
         state = states[p] if rule.momentum else {}

@@ -129,8 +129,9 @@ class Accumulator(Owner):
 
     def lay_out(self, trainable: set[str]) -> None:
         """Create buckets of these parameters; residuals are kept. Collective."""
+        self.laid_out = set()
         self._buckets.order = [name for p, name in self.names.items() if name in trainable and p.numel()]
-        self._buckets.lay_out()
+        self._buckets.all_or_none(lambda _: self._buckets.lay_out())
         self.laid_out = trainable
 
     # -- a step

@@ -21,7 +21,7 @@ from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.torch.tensors.private import values_of
-from sparsecoll.transport.all_ranks import allgather, broadcast
+from sparsecoll.transport.all_ranks import allgather, barrier, broadcast
 from sparsecoll.transport.call import CollectiveCall
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,20 @@ class Buckets:
             self.order = self._agree_on_order(trainable, first)
             self.lay_out(self._replica.options.bucket_bytes, self._replica.options.dense_below)
 
-        self._replica.call("buckets", lay_out)
+        self.all_or_none(lay_out)
+
+    def all_or_none(self, lay_out: Callable[[CollectiveCall], None]) -> None:
+        """Make buckets on all ranks, or leave none on any. Collective."""
+
+        def make(call: CollectiveCall) -> None:
+            lay_out(call)
+            barrier(call.transport)
+
+        try:
+            self._replica.call("buckets", make)
+        except Exception:
+            self.release()
+            raise
 
     def tables(self) -> set[int]:
         """Return the ids of the parameters whose gradients are rows, or will be."""

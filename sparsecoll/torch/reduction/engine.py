@@ -117,6 +117,8 @@ class Engine(Reducer):
                 others, stepped = others_of(self, new), self.members.stepped()
                 own = {name: p for name, p in new.items() if name not in others or id(p) in stepped}
                 begin()
+                if self.gradients.are(State.MEANS):
+                    self._leave_to_next_step(own)
                 self._let_stay(stay)
                 self.params.update(own)
                 if self.replica.transport.virtual:
@@ -131,6 +133,11 @@ class Engine(Reducer):
             self._hooks.attach(self.params)
             raise
         take_over(self, others, own)
+
+    def _leave_to_next_step(self, params: Named) -> None:
+        """Drop the gradients of parameters that came after the reduction: they are this rank's own."""
+        for p in (params[name] for name in params.keys() - others_of(self, params).keys()):
+            p.grad = None
 
     def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
         """Leave a parameter to the owner whose optimizer steps it.
@@ -254,6 +261,8 @@ class Engine(Reducer):
         if error is not None and self.gradients.are(State.NAN):
             self.discard()
             raise error
+        if self.gradients.are(State.MEANS) and self.members.changed():
+            self._leave_to_next_step(self.members.added(self.members.named()))
         self._rollback({name for name in self.means if self.params[name].grad is None})  # thrown away
         if self._watches_means and self.means.changed() is not None:
             self._watches_means = False
@@ -322,6 +331,7 @@ class Engine(Reducer):
     def discard(self) -> None:
         """Skip this step: gradients are about to be thrown away, and residuals are as they were before it."""
         self._order, self.nonfinite, self.asked = {}, None, False
+        self._invalid = self._invalid if self._jobs else None
         self.steps.rollback()
         self.means.clear()
 

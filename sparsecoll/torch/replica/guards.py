@@ -162,11 +162,8 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
         tables: ids of parameters that do not get the momentum of the compressor.
     """
     own = getattr(compressor, "momentum", 0.0)
-    others = [
-        group["momentum"]
-        for group in optimizer.param_groups
-        if group.get("momentum", 0.0) and any(id(p) not in tables for p in group["params"])
-    ]
+    groups = (group for group in optimizer.param_groups if any(id(p) not in tables for p in group["params"]))
+    others = [group["momentum"] for group in groups if group.get("momentum", 0.0)]
     if own and others:
         whose, option = getattr(optimizer, "momentum_of", (type(optimizer).__name__, "momentum"))
         rise = 1 / (1 - others[0]) if others[0] < 1 else math.inf

@@ -26,6 +26,7 @@ from sparsecoll.transport.call import CollectiveCall
 
 CURE = "(change the model and the optimizer on all ranks, between the same steps)"  # if ranks have other changes
 _block = threading.local()  # whether this thread, a rank, is in the block of a join()
+Pairs = Iterable[tuple[str, torch.Tensor]]  # names and parameters
 
 
 @contextlib.contextmanager
@@ -54,12 +55,7 @@ class Members:
         others: returns pairs (name, parameter) of the model; None if it is not known: none counts as removed.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        params: Named,
-        others: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Named, others: Callable[[], Pairs] | None) -> None:
         self._optimizer, self._params, self._others = optimizer, params, others
 
     def changed(self) -> bool:
@@ -91,7 +87,7 @@ class Members:
         free = {id(p): name for name, p in self._of_model() if name not in stay}
         return {name: free.get(id(p), name) if NUMBERED.fullmatch(name) else name for name, p in stay.items()}
 
-    def named(self, first: int = 0, given: Iterable[tuple[str, torch.Tensor]] = ()) -> Named:
+    def named(self, first: int = 0, given: Pairs = ()) -> Named:
         """Return the parameters of the groups from number `first` on by name.
 
         A name is the first of these: the one that the parameter has already, the one in `given`, the model's unless a
@@ -111,7 +107,7 @@ class Members:
                     raise ValueError(f"named_parameters: expected every name once, got {name!r} for two parameters")
         return result
 
-    def _of_model(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def _of_model(self) -> Pairs:
         return () if self._others is None else self._others()
 
 

@@ -268,12 +268,9 @@ def names_in_groups(optimizer: torch.optim.Optimizer, params: Named) -> dict[str
 
 def momenta_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[str]) -> list[float]:
     """Return the momenta of named parameters, with Adam's first beta for one, and 0 where the optimizer has none."""
-    momenta = {
-        id(p): float(group.get("momentum") or group.get("betas", (0.0,))[0])
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    return [momenta.get(id(params[name]), 0.0) for name in names]
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    own = (groups.get(id(params[name]), {}) for name in names)
+    return [float(group.get("momentum") or group.get("betas", (0.0,))[0]) for group in own]
 
 
 # -- gradients that change
