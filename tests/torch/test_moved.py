@@ -13,6 +13,13 @@ def alone():
     return sparsecoll.connect(torch.distributed.HashStore(), 0, 1)
 
 
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, model.in_features)).square().mean().backward()
+        optimizer.step()
+
+
 def adam(model, comm, old):
     betas = (0.9, 0.99) if old else (0.5, 0.999)  # as OneCycleLR sets them
     return DistributedOptimizer(torch.optim.AdamW(model.parameters(), betas=betas), model, comm, "none")
@@ -37,10 +44,7 @@ def test_options_in_tuples_and_tensors_are_those_of_rank_0(made):
         lr = given["lr"]
         optimizer.move(comm)
         assert given["lr"] is lr or not torch.is_tensor(lr)  # a schedule may hold it
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(4, 40)).square().mean().backward()
-            optimizer.step()
+        train(model, optimizer, 2)
         return model.weight.detach().tolist(), given.get("betas"), float(given["lr"])
 
     first, second = simulate(2, moved).results
@@ -96,16 +100,9 @@ def test_factors_that_a_new_rank_lacks_begin_anew(wrap):
         options = {"compressor": "acpsgd", "dense_below": 0} | ({"every": 1} if wrap is LocalOptimizer else {})
         optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, alone(), **options)
 
-        def step():
-            optimizer.zero_grad()
-            model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-
-        for _ in range(3 if comm.rank == 0 else 0):
-            step()
+        train(model, optimizer, 3 if comm.rank == 0 else 0)
         optimizer.move(comm)
-        for _ in range(2):
-            step()
+        train(model, optimizer, 2)
         return model.weight.detach().numpy().tobytes()
 
     assert len(set(simulate(2, program).results)) == 1
@@ -148,16 +145,9 @@ def test_divisors_of_one_bit_adam_are_those_of_rank_0():
         model = torch.nn.Linear(64, 64)
         optimizer = OneBitAdam(model.parameters(), 0.01, warm_up=4, comm=alone())
 
-        def step():
-            optimizer.zero_grad()
-            model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-
-        for _ in range(6):
-            step()
+        train(model, optimizer, 6)
         optimizer.move(comm)
-        for _ in range(2):
-            step()
+        train(model, optimizer, 2)
         return model.weight.detach().numpy().tobytes()
 
     assert len(set(simulate(2, program).results)) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsecoll.algorithms import Algorithm, Reduction, SparDL, as_algorithm
+from sparsecoll.algorithms import Algorithm, Hierarchical, Reduction, SparDL, as_algorithm
 from sparsecoll.errors import check_number
 from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
@@ -124,7 +124,7 @@ class TopKCompressor(ErrorFeedback):
     def _reads_acc_once(self) -> bool:
         """Return whether only the selecting pass reads acc; a user's selector may read it again."""
         selector = self._algorithm.selector
-        return type(self._algorithm).select is Algorithm.select and (selector is None or built_in(selector.__class__))
+        return type(self._algorithm).select is Algorithm.select and (selector is None or built_in(type(selector)))
 
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping of this compressor."""
@@ -201,14 +201,14 @@ class TopKCompressor(ErrorFeedback):
 
     def _passes_by(self) -> bool:
         """Return whether NaN and infinity may be left unselected; a threshold of the library selects them first."""
-        inner: Any = self._algorithm
-        selector, known = inner.selector, built_in(inner.__class__)
-        while known and hasattr(inner, "_between"):  # as which Hierarchical selects
+        inner, selector = self._algorithm, self._algorithm.selector
+        while type(inner) is Hierarchical:  # which selects as the algorithm between nodes
             inner = inner._between
-            selector, known = selector or inner.selector, built_in(inner.__class__)
+            selector = selector or inner.selector
+        known = built_in(type(inner))
         if selector is None:  # SparDL shares k among blocks
             return not known or (isinstance(inner, SparDL) and self._k < self.size)
-        return not known or isinstance(selector, RandomK) or not built_in(selector.__class__)
+        return not known or isinstance(selector, RandomK) or not built_in(type(selector))
 
     def _selected(self, acc: Vector) -> Vector:
         """Return what this rank sends, of as many entries as were counted."""

@@ -25,7 +25,7 @@ from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
 from sparsecoll.transport import Transport
-from sparsecoll.transport.all_ranks import barrier, disseminate
+from sparsecoll.transport.all_ranks import disseminate
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import in_background
 
@@ -279,13 +279,8 @@ class ShardedReductions:
             for layout in self._layouts():
                 params = dict.fromkeys(layout.names, torch.empty(0, device="cpu"))
                 self._buckets.bind(params, layout)
-            barrier(self._transport)
 
-        try:
-            self._failures.call(self._transport, "bind", bind)
-        except Exception:
-            self._buckets.release()
-            raise
+        self._failures.call(self._transport, "bind", lambda _: self._buckets.all_or_none(bind))
 
     # -- saved state
 

@@ -22,7 +22,7 @@ from sparsecoll.torch.replica.replica import Members, Replica, changes, check_ad
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, are_equal, options_of, own_part
 from sparsecoll.transport import Transport
-from sparsecoll.transport.all_ranks import allgather
+from sparsecoll.transport.all_ranks import broadcast
 
 
 class Window(Owner):
@@ -185,7 +185,7 @@ class Window(Owner):
         self._buckets.share_state(name, root)
         if everything:  # fragments depend on when parameters were added
             own = np.array([self._fragments[n] for n in self._shared])
-            theirs = self.replica.call(name, lambda call: allgather(call.transport, own)[root])
+            theirs = self.replica.call(name, lambda call: broadcast(call.transport, own, root))
             self._fragments.update(zip(self._shared, theirs.tolist(), strict=True))
         for other in behind:
             self._own[other].copy_(self._shared[other])

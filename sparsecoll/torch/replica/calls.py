@@ -273,7 +273,10 @@ class Row:
             most=furthest // size,
             root=0 if most == LEAST else size - 1 - root,
             furthest=size - 1 - furthest % size,
-            **{"used": used, "rows": rows, "dense": dense, "trainable": trainable},
+            used=used,
+            rows=rows,
+            dense=dense,
+            trainable=trainable,
             modules=modules.tolist(),
             same_options=checksum in (LEAST, -other),
         )

@@ -108,7 +108,8 @@ def _key() -> int:
 
 def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> None:
     if isinstance(transport, Abandoned):
-        _kept.extend([transport] if transport.kept is not None else [])
+        if transport.kept is not None:
+            _kept.append(transport)
         return
     if transport.worker is not None:
         transport.worker.close()
