@@ -130,14 +130,30 @@ def test_classes_of_the_frameworks_page_are_those_of_the_examples():
     assert shown and all(part in examples for part in shown)
 
 
-def test_quickstart_runs_on_virtual_ranks(capsys):
+@pytest.mark.parametrize("P", [1, 3, 12, 24])
+def test_quickstart_runs_on_virtual_ranks(P):
     source = (ROOT / "examples" / "quickstart.py").read_text()
     names = {"__name__": "quickstart"}
     exec(compile(source, "quickstart.py", "exec"), names)
     import sparsecoll
 
-    lines = sparsecoll.simulate(3, names["program"]).results
-    assert all("entry 10 counts 3 ranks" in line for line in lines)
+    lines = sparsecoll.simulate(P, names["program"]).results
+    assert all(f"entry {P} counts {P} ranks" in line for line in lines)
+
+
+@pytest.mark.parametrize("P", [1, 12, 24])
+def test_the_first_program_of_the_readme_runs_on_many_ranks(P):
+    block = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    names = {"__name__": "readme"}
+    exec(block[1].rpartition("print(")[0], names)
+    indices, values = names["sparsecoll"].simulate(P, names["program"]).results[-1]
+    assert indices.tolist() == [*range(P), 999_999] and values.tolist() == [1.0] * P + [2.5 * P]
+
+
+def test_scripts_for_slurm_hand_their_cores_to_srun():
+    for script in ("examples/job.slurm", "docs/clusters.md"):
+        text = (ROOT / script).read_text()
+        assert text.index("SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK") < text.index("srun --mpi=pmix"), script
 
 
 def test_every_link_of_the_pages_leads_somewhere():

@@ -9,7 +9,7 @@ from sparsecoll.algorithms.primitives.estimates import rounds
 from sparsecoll.bench.timing import MPI_ALLREDUCE
 from sparsecoll.transport.network import Network
 
-SELECT = 0.35e-9  # seconds per value
+SELECT = 0.43e-9  # seconds per value
 SOURCE = f"{SELECT * 1e9:.2f} ns per value, exact top-k that also adds the gradient, docs/kernels.md, fused"
 WIDTH = 4  # bytes of a value: float32
 HARDLY = 1.1  # times faster, up to which it is not worth the trouble

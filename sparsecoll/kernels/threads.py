@@ -37,9 +37,12 @@ def local_ranks() -> int | None:
     return max((int(word) for word in words if word.isdecimal()), default=None)
 
 
-def cores() -> int:
-    """The number of cores that this process may use: what it is bound to, and what its container may use."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(process: int = 0) -> int:
+    """The number of cores that this process, or another, may use: what it is bound to, and what a container may use."""
+    try:
+        count = len(os.sched_getaffinity(process))
+    except (AttributeError, OSError):  # macOS has no such function, and a module of Linux may forbid it
+        count = os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text().split()
         return max(1, min(count, int(quota) // int(period)))
@@ -51,8 +54,9 @@ def cores() -> int:
 def allowed() -> int:
     """The number of threads that share a long pass: SPARSECOLL_THREADS, or the idle cores of a rank, at most MOST.
 
-    A rank has cores() // local_ranks() cores, so that the threads of all ranks of a node never exceed its cores. It is
-    1 where no launcher tells how many ranks there are.
+    Ranks share the cores of the launcher, their parent process, so that the threads of all ranks of a node do not
+    exceed them; a rank that is bound to some of them uses no others. It is 1 where no launcher tells how many ranks
+    there are.
 
     Raises:
         ValueError: SPARSECOLL_THREADS is not an integer of at least 1.
@@ -60,7 +64,7 @@ def allowed() -> int:
     chosen = os.environ.get(VARIABLE)
     if chosen is None:
         ranks = local_ranks()
-        return 1 if not ranks else max(1, min(MOST, cores() // ranks))
+        return 1 if not ranks else max(1, min(MOST, cores(), cores(os.getppid()) // ranks))
     if not chosen.isdecimal() or int(chosen) < 1:
         raise ValueError(f"{VARIABLE}: expected an integer of at least 1, got {chosen!r}")
     return int(chosen)

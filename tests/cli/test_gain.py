@@ -51,7 +51,7 @@ def test_advice(arguments, expected, capsys):
     main(["gain", *arguments.split()])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and re.match(expected, lines[5]), lines
-    assert "0.35 ns per value" in lines[7] and "docs/kernels.md" in lines[7]
+    assert "0.43 ns per value" in lines[7] and "docs/kernels.md" in lines[7]
 
 
 def test_the_page_shows_what_is_printed(capsys):

@@ -125,6 +125,8 @@ def test_a_forked_process_starts_threads_of_its_own(monkeypatch):
     "variables, cores, expected",
     [
         ({}, 8, 1),  # nothing tells how many ranks there are
+        ({"MPI_LOCALNRANKS": "4"}, (4, 16), 4),  # each rank is bound to cores of its own
+        ({"MPI_LOCALNRANKS": "16"}, (8, 16), 1),  # eight ranks are bound to the same half
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 2, 2),
         ({"MPI_LOCALNRANKS": "3"}, 8, 2),
         ({"MPI_LOCALNRANKS": "3"}, 2, 1),
@@ -139,7 +141,8 @@ def test_how_many_threads(variables, cores, expected, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(threads, "cores", lambda: cores)
+    own, launcher = cores if isinstance(cores, tuple) else (cores, cores)
+    monkeypatch.setattr(threads, "cores", lambda process=0: launcher if process else own)
     assert threads.allowed.__wrapped__() == expected
 
 
