@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.errors import check_integer
 from sparsecoll.kernels.keys import COMPILED_DTYPES, PLAIN, Momentum, Pass
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import empty, may_share_memory
 from sparsecoll.kernels.sampling import sample_of
 from sparsecoll.select import Selector
 from sparsecoll.select.base import check_selector
@@ -117,6 +117,8 @@ class Residual:
             found = selector.select(self._acc, k)
             check_part("selector", found, self._acc)
             chosen = found if isinstance(found, SparseVector) else found.to_sparse()
+            if may_share_memory(chosen.values, self._acc._array):  # which is cleared
+                chosen = chosen.copy()
         finally:
             self._acc.clear_selected = False
             self._acc.commit(chosen)

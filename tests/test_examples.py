@@ -132,6 +132,14 @@ def test_demo_sends_40_times_fewer_bytes():
     assert received("dense") > 40 * received("oktopk")
 
 
+def test_ranks_of_the_demo_take_as_many_steps():
+    """Where the images cannot be divided evenly."""
+    train = loaded("train.py")
+    args = argparse.Namespace(batch=22, epochs=1, lr=0.05, momentum=0.9, density=0.01, target=0.95)
+    rows = sparsecoll.simulate(7, lambda comm: train.train(comm, "dense", args, seed=0)).results
+    assert len(rows) == 7
+
+
 def test_kernels_are_compiled_once_and_cached_on_disk():
     code = (
         "import numpy as np; from sparsecoll import select; from sparsecoll.kernels import cpu; "

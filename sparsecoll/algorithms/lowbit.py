@@ -110,6 +110,11 @@ class LowBit(Algorithm):
         few = self.rounding == "nearest" and self.bits <= 2
         return Codes(self.bits, "mean" if few else self.levels, self.bucket)
 
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether a level is zero."""
+        return self.codes.levels != "mean"
+
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
         if x.dtype.name not in DTYPES:
             raise TypeError(f"x: expected one of {', '.join(DTYPES)} with algo={self.name!r}, got {x.dtype}")

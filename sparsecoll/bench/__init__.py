@@ -25,7 +25,7 @@ def rows(
     comm: Any,
     algos: Sequence[Any] | Mapping[str, Any],
     n: int | Iterable[int] = 1_000_000,
-    density: float | Iterable[float] = 0.01,
+    density: float | Iterable[float] | None = None,
     *,
     format: str = "auto",
     value_dtype: str | None = None,
@@ -41,7 +41,8 @@ def rows(
         algos: texts as `--algo` of the command line takes them, Algorithm objects and Compressor objects, which are
             copied; or a dict of these by the name in the rows.
         n: length of the vectors, or several.
-        density: k / n, or several.
+        density: k / n, or several, also of Compressor objects that have another one; None, the default, for that of a
+            Compressor object, or at which its Schedule ends, and for 0.01 of anything else.
         format: as in `sparsecoll.allreduce` (default: "auto"); of algorithms that are not dense.
         value_dtype: likewise (default: that of the vectors, float32); of algorithms.
         repeat: calls per row (default: 3).
@@ -62,10 +63,12 @@ def rows(
     named = algos if isinstance(algos, Mapping) else {str(Call(algo, None)): algo for algo in algos}
     if len(named) < len(algos):
         raise ValueError(f"algos: expected different names, got {', '.join(named)} for {len(algos)}: pass a dict")
-    lengths, densities = [check_integer("n", length, 1) for length in _several(n)], _several(density)
+    lengths = [check_integer("n", length, 1) for length in _several(n)]
     check_integer("repeat", repeat, 1)
     some = []
     for name, algo in named.items():
+        own = getattr(algo, "density", 0.01)
+        densities = _several(getattr(own, "density", own) if density is None else density)  # where a Schedule ends
         some += [replace(c, label=name) for c in calls([algo], densities, [format], [value_dtype])]
     if isinstance(comm, (int, list, tuple, range)):
         more = repeat, network, ranks_per_node

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
+from sparsecoll.telemetry.trace import KINDS
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
 
 
-def mean_of(comm: Any, compressor: Compressor) -> Callable[[NDArray[Any]], tuple[float, float, float, float]]:
-    """Return a function that takes one step of training with a gradient, which is nearly square for low ranks.
+class Mean:
+    """Takes one step of training with a gradient, which is nearly square for low ranks.
 
-    The function returns bytes sent and received, messages sent, and NaN for the entries, which are not counted.
+    A call returns bytes sent and received, messages sent, and NaN for the entries, which are not counted.
+
+    Attributes:
+        seconds: of the last call by kind of work, most of it on the progress thread.
     """
-    trained: list[tuple[torch.nn.Parameter, DistributedOptimizer]] = []
 
-    def step(vector: NDArray[Any]) -> tuple[float, float, float, float]:
-        if not trained:
+    def __init__(self, comm: Any, compressor: Compressor) -> None:
+        self._comm, self._compressor = comm, compressor
+        self._trained: tuple[torch.nn.Parameter, DistributedOptimizer] | None = None
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, vector: NDArray[Any]) -> tuple[float, float, float, float]:
+        if self._trained is None:
             columns = max(d for d in range(1, math.isqrt(vector.size) + 1) if vector.size % d == 0)
             p = torch.nn.Parameter(torch.zeros(vector.size // columns, columns, device="cpu"))
             inner = torch.optim.SGD([p], lr=1e-9)
-            trained.append((p, DistributedOptimizer(inner, [("gradient", p)], comm, compressor)))
-        p, optimizer = trained[0]
-        before = optimizer.traffic.copy()
+            self._trained = p, DistributedOptimizer(inner, [("gradient", p)], self._comm, self._compressor)
+        p, optimizer = self._trained
+        before, spent = optimizer.traffic.copy(), optimizer.seconds.copy()
         optimizer.zero_grad()
         p.backward(torch.tensor(vector, device="cpu").view_as(p))  # type: ignore[no-untyped-call]
         optimizer.step()
+        self.seconds = {kind: optimizer.seconds[kind] - spent[kind] for kind in KINDS}
         moved = optimizer.traffic.since(before).total
         return moved.bytes_sent, moved.bytes_received, moved.messages_sent, math.nan
-
-    return step

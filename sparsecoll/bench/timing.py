@@ -134,6 +134,8 @@ class Call:
                 found = f"the class {self.algo.__name__}" if isinstance(self.algo, type) else repr(self.algo)
                 raise TypeError(f"algo: expected text, an Algorithm or a Compressor object, got {found}")
             own = copy.deepcopy(self.algo)
+            if self.density is not None and isinstance(own, Algorithm) and own.k is not None:
+                raise ValueError(f"algo: expected density instead of k, which it would override, got {self.algo!r}")
             if self.density is not None and hasattr(own, "density"):  # of a Compressor, as k of an Algorithm
                 own.density = self.density
             return own
@@ -187,7 +189,8 @@ def measure(
             counts = run(vector)
         seconds = transport.now() - start
         times.append(seconds)
-        parts = list(recorder.seconds.values())
+        on_thread = {} if transport.virtual else getattr(run, "seconds", {})
+        parts = list((on_thread or recorder.seconds).values())
         kinds.append([*parts, seconds - sum(parts)])
     peak = max(_memory("VmHWM") - before, 0)
     table = allgather(transport, np.array([*times, *np.median(kinds, axis=0), *counts, peak], np.float64))
@@ -219,9 +222,9 @@ def runner(comm: Any, call: Call) -> Run:
         return dense
     chosen = call.made()
     if not isinstance(chosen, Algorithm):
-        from sparsecoll.bench.compressors import mean_of
+        from sparsecoll.bench.compressors import Mean
 
-        return mean_of(comm, chosen)
+        return Mean(comm, chosen)
     counters, density = traffic(comm), None if chosen.takes_dense else call.density  # a dense sum selects nothing
 
     def sparse(vector: Any) -> tuple[float, float, float, int]:

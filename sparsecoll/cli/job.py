@@ -38,7 +38,9 @@ def check_mpi4py() -> None:
     """
     variable, processes = launcher.processes()
     if processes > 1 and variable != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:
-        raise ValueError(
+        error = ValueError(
             f"mpi4py: expected it to be installed for the {processes} ranks of the job (from {variable}), got none:"
             " pip install mpi4py, or start the job with torchrun"
         )
+        error.on_all_ranks = True  # type: ignore[attr-defined]
+        raise error

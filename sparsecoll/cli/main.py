@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import itertools
 import logging
+import os
 import signal
 import sys
 import time
@@ -101,15 +102,17 @@ def _bench(options: argparse.Namespace) -> None:
 def _bench_on(comm: Any, options: argparse.Namespace) -> None:
     _warn_of_one_rank(comm)
     _check_writable(comm, options.json)
-    if MPI_ALLREDUCE in options.algo and not hasattr(comm, "Allreduce"):
-        _note(f"{MPI_ALLREDUCE} is left out, because the ranks are not MPI's")
-        rest = [algo for algo in options.algo if algo != MPI_ALLREDUCE]
-        options.algo = rest if as_transport(comm).size == 1 or "dense" in rest else ["dense", *rest]
-    rank, given = as_transport(comm).rank, None
+    rank, given, dtype = as_transport(comm).rank, None, np.dtype(np.float32)
     with _checking_arguments():
         if options.gradient:
-            given = _everywhere(comm, partial(timing.from_file, options.gradient, rank), lambda given: given.n)
-        calls = _everywhere(comm, partial(_calls, options, given.base.dtype if given else np.float32))
+            given = _everywhere(comm, partial(timing.from_file, options.gradient, rank), _type_of)
+            dtype = given.base.dtype
+        why = "the ranks are not MPI's" if not hasattr(comm, "Allreduce") else f"MPI has no {dtype}"
+        if MPI_ALLREDUCE in options.algo and (why.startswith("the") or dtype == np.float16):
+            _note(f"{MPI_ALLREDUCE} is left out, because {why}")
+            rest = [algo for algo in options.algo if algo != MPI_ALLREDUCE]
+            options.algo = rest if as_transport(comm).size == 1 or "dense" in rest else ["dense", *rest]
+        calls = _everywhere(comm, partial(_calls, options, dtype))
 
     report = Report([str(call) for call in calls], options.json) if _writes(comm) else None
     for n in [0] if given else options.n:
@@ -165,20 +168,24 @@ def _network(options: argparse.Namespace) -> Network:
     return replace(NETWORKS[options.network], **given)
 
 
-def _everywhere(comm: Any, work: Callable[[], T], length: Callable[[T], int] | None = None) -> T:
+def _type_of(given: timing.Gradients) -> dict[str, Any]:
+    return {"length": given.n, "dtype": given.base.dtype.name}
+
+
+def _everywhere(comm: Any, work: Callable[[], T], same: Callable[[T], dict[str, Any]] | None = None) -> T:
     """Call work() on every rank; an exception on one rank is raised on all, so that no rank waits for another.
 
     Args:
         work: what this rank does.
-        length: function of the result whose value must be the same on all ranks.
+        same: function of the result whose values must be the same on all ranks.
     """
     transport: Transport = as_transport(comm)
     if transport.size == 1:
         return work()
     with CollectiveCall(transport, "command") as call:
         result = work()
-        if length:
-            call.signature["length"] = length(result)
+        if same:
+            call.signature |= same(result)
         call.agree(entries=0)
     return result
 
@@ -305,5 +312,8 @@ def main(arguments: list[str] | None = None) -> None:
         _announce_compilation()
         if launcher.rank() == 0 or options.run in (_doctor, _bench):  # the others need one process
             options.run(options)
+    except BrokenPipeError:  # as of `| head`: nothing that is still to be printed can be, when the process ends either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError, ImportError, RuntimeError) as error:
         fail(str(error), 2 if getattr(error, "of_argument", False) else 1, getattr(error, "on_all_ranks", False))

@@ -32,17 +32,17 @@ class Report:
 
     def add(self, row: Row) -> None:
         """Print a row, and save it together with the earlier ones."""
-        if not self._rows:
+        self._rows.append(row)
+        if self._path:  # first, since a pipe may refuse the line
+            save(self._path, {"about": about(), "rows": self._rows})
+        if len(self._rows) == 1:
             what = f"{'algo':<{self._width}}{'P':>5}{'n':>13}{'density':>9}{'format':>14}{'values':>10}{'ms':>10}"
             sys.stdout.write(what + f"{'x dense':>9}{'MB in':>9}" + "".join(f"{kind:>8}" for kind in SHOWN) + "\n")
-        self._rows.append(row)
         if row["algo"] in DENSE:
             for key in _dense_sums(row):
                 self._dense.setdefault(key, row["seconds"])
         sys.stdout.write(self._line(row) + "\n")
         sys.stdout.flush()
-        if self._path:
-            save(self._path, {"about": about(), "rows": self._rows})
 
     def _line(self, row: Row) -> str:
         dense = next((self._dense[key] for key in _dense_sums(row) if key in self._dense), None)

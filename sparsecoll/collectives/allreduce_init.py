@@ -13,7 +13,7 @@ from sparsecoll.collectives.signature import Algo, AnyComm, Dense, Given, Reduce
 from sparsecoll.select import Vector
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
 from sparsecoll.transport.progress import Request, in_background
-from sparsecoll.vector import SparseVector
+from sparsecoll.vector import DenseVector, SparseVector
 
 NAME = "allreduce_init"
 R = TypeVar("R")
@@ -29,7 +29,8 @@ def _to_vector(x: Any) -> tuple[Vector, Back]:
 def _kind_of(x: Any, vector: Vector) -> tuple[Any, ...]:
     """Return the properties that all vectors of a plan share."""
     shape = tuple(getattr(x, "shape", ()))
-    return type(vector).__name__, vector.length, vector.dtype, vector.on_gpu, shape if len(shape) > 1 else None
+    name = "DenseVector" if isinstance(vector, DenseVector) else "SparseVector"  # or a class derived from it
+    return name, vector.length, vector.dtype, vector.on_gpu, shape if len(shape) > 1 else None
 
 
 def _described(kind: tuple[Any, ...]) -> str:
@@ -132,6 +133,11 @@ class Plan(Generic[R]):
         else:
             call.agree(check=options.check)
         self._algorithm, self._channel = self._selecting.persistent(channel, vector, self._size, early)
+        plan = [self._algorithm.describe(), self._size, early]  # another plan may have the same arguments
+        self._signature = call.signature = {**self._arguments.signature, "algorithm, entries of the plan": plan}
+        self._checksum = call.checksum()
+        if options.check:
+            call.record(self._checksum, self._algorithm.replicated_state())
 
     def __call__(self, x: Any) -> R:
         """Return what `allreduce` returns for x with the plan's arguments. Collective.
@@ -160,22 +166,20 @@ class Plan(Generic[R]):
         raise TypeError("Plan cannot be pickled or copied: call allreduce_init again")
 
     def _result(self, x: Any) -> R:
-        with CollectiveCall(self._transport, NAME, self._options.timeout) as call:
-            return self._perform(call, x)
-
-    def _perform(self, call: CollectiveCall, x: Any) -> R:
         transport, options, algorithm = self._transport, self._options, self._algorithm
-        call.signature = self._arguments.signature
-        vector, back = _to_vector(x)
-        kind = _kind_of(x, vector)
-        given, (vector, back) = vector, options.widened(vector, back)
-        if kind != self._kind:
-            raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
-        for one in (self._selecting, algorithm):
-            one.sync_epoch(transport.epoch)
-        entries = contribution(vector, self._selecting, self._arguments.k, self._channel, options)
-        call.state = algorithm.replicated_state()
-        call.agree(check=options.check, checksum=self._arguments.checksum)
-        value = run(algorithm, self._channel, entries, self._size).value
-        call.leaves(algorithm.replicated_state())
-        return returned(algorithm, value, x, vector, back, transport, options, None if given is vector else given.dtype)  # type: ignore[no-any-return]
+        with CollectiveCall(transport, NAME, options.timeout) as call:
+            call.signature = self._signature
+            vector, back = _to_vector(x)
+            kind = _kind_of(x, vector)
+            given, (vector, back) = vector, options.widened(vector, back)
+            if kind != self._kind:
+                raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
+            for one in (self._selecting, algorithm):
+                one.sync_epoch(transport.epoch)
+            entries = contribution(vector, self._selecting, self._arguments.k, self._channel, options)
+            call.state = algorithm.replicated_state()
+            call.agree(check=options.check, checksum=self._checksum)
+            value = run(algorithm, self._channel, entries, self._size).value
+            call.leaves(algorithm.replicated_state())
+            own = None if given is vector else given.dtype
+            return returned(algorithm, value, x, vector, back, transport, options, own)  # type: ignore[no-any-return]

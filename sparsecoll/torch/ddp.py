@@ -223,13 +223,15 @@ class HookState:
         if self._failed is None and self._reduced:
             in_background(self.transport, lambda: self._end(False)).result()
         self._reduced = 0
-        for name in self._buckets.index_of.keys() - self._watched:
+        for name in {n for n in self._buckets.index_of if self._params[n].requires_grad} - self._watched:
             self._watched.add(name)
             self._params[name].register_hook(partial(_before_gradient, weakref.ref(self)))  # type: ignore[no-untyped-call]
         if self._failed is None and not self._left:
             self._steps.accept({name: self._params[name] for name in self._buckets.index_of})
-        if self._failed is not None and (self._scaler is None or not isinstance(self._failed, NonFiniteError)):
-            raise self._failed  # a GradScaler skips the step itself
+        elif self._failed is not None:
+            self._buckets.spoil()
+            if self._scaler is None or not isinstance(self._failed, NonFiniteError):
+                raise self._failed  # a GradScaler skips the step itself
 
     def _mean_of_rows(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
@@ -259,15 +261,13 @@ class HookState:
 
     def _leave_out(self, layout: Layout, compressor: Compressor, absent: set[str], mean: torch.Tensor) -> None:
         """Set means to zero for parameters without a gradient on any rank, since DDP would throw them away."""
-        names = layout.names
-        mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
+        mine = np.packbits(np.array([name not in absent for name in layout.names], np.uint8))
         anywhere = self._replica.call("used", lambda _: disseminate(self.transport, mine, np.bitwise_or), "agree")
-        used = np.unpackbits(anywhere, count=len(names))
-        unused = {name for name, is_used in zip(names, used.tolist(), strict=True) if not is_used}
-        if unused:
-            compressor.versions.exclude(unused)
-            for name in unused:
-                layout.part(mean, name).zero_()
+        used = np.unpackbits(anywhere, count=len(layout.names)).tolist()
+        unused = {name for name, is_used in zip(layout.names, used, strict=True) if not is_used}
+        compressor.versions.exclude(unused)
+        for name in unused:
+            layout.part(mean, name).zero_()
 
     def _end(self, joined: bool) -> None:
         """Accept the reduction after its last bucket, if it succeeded on all ranks."""

@@ -132,12 +132,14 @@ class Transport(ABC):
     def watchdog(self, what: Callable[[], str], error: Exception | None = None, awaited: Ranks | None = None) -> Any:
         """Return a Watchdog with the timeout of the current call, which marks the communicator as broken if it raises.
 
+        It raises, too, when another thread has marked it as broken, as for a call of the worker that was interrupted.
+
         Args:
             what, error: see Watchdog.
             awaited: returns the ranks that may be in another call; None, the default, if none is.
         """
         on_stall = awaited and partial(self.stalled, awaited)
-        return self.waits_by(self.rank, what, self.timeout, error, on_stall, self.abort, self.fail)
+        return self.waits_by(self.rank, what, self.timeout, error, on_stall, self.abort, self.fail, self._check)
 
     def reset(self) -> None:
         """Discard results that the ranks have in common; after a failed call, only some of them may have the latest."""

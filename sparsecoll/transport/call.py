@@ -186,7 +186,11 @@ class CollectiveCall:
     def leaves(self, state: tuple[int, int]) -> None:
         """Record the state in which this call leaves the algorithm object, the same on all ranks, as agreed on."""
         if self._checksum is not None and state != STATELESS:
-            self._number_of(stamped(self._checksum, state))
+            self.record(self._checksum, state)
+
+    def record(self, checksum: int, state: tuple[int, int]) -> None:
+        """Record a signature and a state that follow, on all ranks, from what they have agreed on."""
+        self._number_of(stamped(checksum, state))
 
     def checksum(self) -> int:
         """Return a checksum of `signature`."""

@@ -123,16 +123,20 @@ class Request(Generic[T]):
 
 def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:
     """Execute a call on this transport after all earlier ones, and return its future."""
-    if not transport.threads:
-        return completed_future(call)
-    if transport.worker is None:
-        if process.ended()[0]:  # no thread may be started any more
-            return completed_future(lambda: transport.in_order(call))
-        transport.worker = transport.in_order(lambda: transport.worker or Worker())
-    worker: Worker = transport.worker
+    if transport.threads and transport.worker is None and not process.ended()[0]:
+        transport.worker = transport.in_order(lambda: transport.worker or _new_worker())
+    worker: Worker | None = transport.worker
+    if worker is None:  # no thread may be started
+        return completed_future(lambda: transport.in_order(call))
     if worker.thread == threading.get_ident():  # a callback of a call, which may wait for this one
         return completed_future(call)
     return worker.submit(call)
+
+
+def _new_worker() -> Worker | None:
+    with contextlib.suppress(RuntimeError):  # the system allows no more threads
+        return Worker()
+    return None
 
 
 def completed_future(call: Callable[[], T]) -> Future[T]:

@@ -75,6 +75,7 @@ class Watchdog:
             time that as much has passed again; None, the default, for nothing.
         abort: ends the whole job, if the environment asks for that.
         failure: makes the exception of a message.
+        usable: raises if this rank may wait no longer.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class Watchdog:
         on_stall: Callable[[bool], None] | None = None,
         abort: Callable[[], object] = lambda: os._exit(1),
         failure: Callable[[str], CommunicationError] = CommunicationError,
+        usable: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._what, self._timeout, self._error = rank, what, timeout, error
-        self._abort, self._failure = abort, failure
+        self._abort, self._failure, self._usable = abort, failure, usable
         self._start = self._warned = self._checked = time.monotonic()
         self._ended: float | None = None  # when the program was found to have ended
         self._on_stall, self._stalls = on_stall, 1
@@ -99,8 +101,9 @@ class Watchdog:
 
         Raises:
             CommunicationError: The timeout is over, or the program has ended and no rank has answered since.
-            Exception: What `on_stall` raises.
+            Exception: What `on_stall` or `usable` raises.
         """
+        self._usable()
         now = self._checked = time.monotonic()
         patience = WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
         if self._timeout is not None and now - self._start >= self._timeout:
@@ -120,7 +123,7 @@ class Watchdog:
                 self._stalls += 1
                 self._on_stall(self._stalls == 2)
             due = min(due, self._start + self._stalls * self._stall)
-        due = min(due, now + STALL_SECONDS)  # for the end of the program
+        due = min(due, now + STALL_SECONDS)  # for the end of the program, and `usable`
         return (due if self._timeout is None else min(due, self._start + self._timeout)) - now
 
     def _time_out(self, timeout: float) -> None:

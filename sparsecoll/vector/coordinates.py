@@ -58,7 +58,7 @@ def flat_indices(coordinates: Any, shape: tuple[int, ...]) -> Any:
         check_below(row, size, f"in dimension {dimension}")
         own = as_integers(row, dtype)
         flat = own if flat is None or size >> 8 * dtype.itemsize else flat * dtype.type(size) + own
-    return flat
+    return flat.copy() if flat is own else flat  # callers may fill their arrays again
 
 
 def coordinates(flat: Any, shape: tuple[int, ...], dtype: Any = np.int64) -> list[Any]:

@@ -27,7 +27,6 @@ from sparsecoll.vector.values import (
     not_zero,
     pairs,
     saturating_cast,
-    sparse_entries,
     stacked,
     taken,
 )
@@ -45,7 +44,16 @@ class Entries(Values):
     _kind = ENTRIES
 
     def __init__(self, indices: Any, values: Any, length: int) -> None:
-        self.indices, self._array, self.length = sparse_entries(indices, values, length, self._kind)
+        kind = self._kind
+        self.indices, self._array, self.length = pairs(indices, values, length, kind)
+        position = kernels_of(self._array).first_unsorted(self.indices, self.length)
+        if position >= 0:
+            before, index = int(self.indices[position - 1]), int(self.indices[position])
+            what = "repeated" if before == index else "unsorted"
+            raise ValueError(
+                f"{kind.indices}: expected strictly ascending, got {what}: {before} at position {position - 1}, then"
+                f" {index}; {kind.name}.from_pairs takes them in any order"
+            )
 
     @classmethod
     def from_sorted_unchecked(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
@@ -256,7 +264,9 @@ class Entries(Values):
             start, stop, step = key.indices(self.length)
             if step != 1:
                 raise IndexError(f"index: expected an integer or a slice of step 1, got step {step}")
-            return self._between(start, max(start, stop))
+            a, b, length = self._position(start), self._position(max(start, stop)), max(0, stop - start)
+            indices = self.indices[a:b] - self.indices.dtype.type(start) if start and a < b else self.indices[a:b]
+            return self.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), self.values[a:b], length)
         if isinstance(key, (bool, np.bool_)) or not isinstance(key, (int, np.integer)):
             raise TypeError(f"index: expected an integer or a slice of step 1, got {key!r}")
         index = int(key) + (self.length if key < 0 else 0)
@@ -266,12 +276,6 @@ class Entries(Values):
         if position < self.nnz and int(self.indices[position]) == index:
             return self.values[position]
         return np.zeros_like(self.values, shape=self.values.shape[1:])[()]
-
-    def _between(self, start: int, stop: int) -> Self:
-        a, b = self._position(start), self._position(stop)
-        indices = self.indices[a:b] - self.indices.dtype.type(start) if start and a < b else self.indices[a:b]
-        length = stop - start
-        return self.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), self.values[a:b], length)
 
     def _position(self, index: int) -> int:
         """Return the number of entries below an index, 0 <= index <= length."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sparsecoll.vector.coordinates import coordinates, count, flat_indices, flat_of_rows, rows_of_flat, used_indices
 from sparsecoll.vector.pairs import combined
 from sparsecoll.vector.values import native_values
@@ -34,9 +36,11 @@ def scipy_entries(x: Any) -> tuple[NDArray[Any], NDArray[Any], int]:
         (indices, ascending), values = flat_of_rows(rows, shape), rows.data[: rows.indptr[-1]]
         if ascending:
             return indices, native_values(values), length
+    elif form == "csc":
+        _check_before_conversion(x)
+        columns, stop = np.repeat(np.arange(x.shape[1]), np.diff(x.indptr)), x.indptr[-1]  # there may be room behind
+        indices, values = flat_indices((x.indices[:stop], columns), x.shape), x.data[:stop]
     else:
-        if form == "csc":
-            _check_before_conversion(x)
         coo = x.tocoo()
         indices = flat_indices(coo.coords if hasattr(coo, "coords") else (coo.row, coo.col), x.shape)
         values = coo.data

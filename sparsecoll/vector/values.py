@@ -147,20 +147,6 @@ ENTRIES = Kind("indices", "length", "SparseVector", "two 1-D arrays of one size"
 ROWS = Kind("rows", "n", "RowSparse", "shapes (r,) and (r, d) with d of at least 1", 2)
 
 
-def sparse_entries(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES) -> tuple[Any, Any, int]:
-    """Return indices, values and length as SparseVector stores them; raise as its constructor does."""
-    stored, values, length = pairs(indices, values, length, kind)
-    position = kernels_of(values).first_unsorted(stored, length)
-    if position >= 0:
-        before, index = int(stored[position - 1]), int(stored[position])
-        what = "repeated" if before == index else "unsorted"
-        raise ValueError(
-            f"{kind.indices}: expected strictly ascending, got {what}: {before} at position {position - 1}, then"
-            f" {index}; {kind.name}.from_pairs takes them in any order"
-        )
-    return stored, values, length
-
-
 def pairs(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES) -> tuple[Any, Any, int]:
     """Return indices in any order as SparseVector stores them, contiguous values, and the length.
 

@@ -359,3 +359,25 @@ def test_a_file_of_rows_keeps_its_mode_and_a_link_to_it(tmp_path):
     with pytest.raises(TypeError):
         save(link, {"rows": [object()]})
     assert file.stat().st_mode & 0o777 == 0o604 and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bench_without_mpi4py_is_refused_once_for_the_job(rank, capsys, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "3")
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    monkeypatch.setattr("sparsecoll.cli.job.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--n", "1000"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.count("mpi4py: expected it to be installed for the 3 ranks") == (rank == 0)
+
+
+def test_a_pipe_that_closes_ends_a_command_without_a_word(tmp_path):
+    """The row that could not be printed is saved."""
+    read, write = os.pipe()
+    os.close(read)
+    arguments = ["simulate", "--ranks", "2", "--n", "1000", "--algo", "dense", "--json", str(tmp_path / "rows.json")]
+    done = subprocess.run([sys.executable, "-m", "sparsecoll", *arguments], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1

@@ -230,10 +230,17 @@ def test_wrong_arguments_of_rows(algos, more, error, text):
 
 
 def test_rows_have_the_density_that_they_name():
-    """Whatever a compressor has; a text that names another one is refused."""
+    """Whatever a compressor has, which is its own if none is given; what names another one is refused."""
     compressors = pytest.importorskip("torch") and pytest.importorskip("sparsecoll.torch").compressors
     rows = bench.rows(4, {"half": compressors.TopKCompressor(0.5)}, n=10_000, density=[0.01, 0.1], repeat=1)
     few, many = (row["bytes_received"] for row in rows)
     assert 5 * few < many
+    named = {f"top {density}": compressors.TopKCompressor(density) for density in (0.01, 0.1)}
+    few, many = bench.rows(4, named, n=10_000, repeat=1)
+    assert 5 * few["bytes_received"] < many["bytes_received"] and (few["density"], many["density"]) == (0.01, 0.1)
+    (later,) = bench.rows(4, [compressors.sgdtopk()], n=10_000, repeat=1)
+    assert later["density"] == 0.01 and later["bytes_received"] < 2 * few["bytes_received"]
+    with pytest.raises(ValueError, match=r"algo: expected density instead of k, which it would override, got OkTopk"):
+        bench.rows(2, [OkTopk(k=500)])
     with pytest.raises(ValueError, match=r"compressor: expected --density instead of density, got 'topk"):
         bench.timing.Call("topk:density=0.5", 0.01, compressor=True).made()

@@ -202,3 +202,26 @@ def test_what_a_session_shows_of_calls_fits_one_line():
     assert texts[2].startswith("Traffic(sent ") and f"received {received:,} bytes" in texts[2]
     assert f"<tr><td>total</td><td>{received:,}</td><td>{received:,}</td>" in table
     assert repr(simulation).startswith("Simulation(2 ranks, ") and f"at most {received:,} bytes" in repr(simulation)
+
+
+def test_ranks_in_plans_of_the_same_arguments_raise():
+    """The examples have other numbers of entries, by which messages are divided."""
+
+    def program(comm):
+        few = SparseVector([comm.rank], np.ones(1), 1_000_000)
+        many = SparseVector(np.arange(0, 900_000, 15), np.ones(60_000), 1_000_000)
+        plans = [sparsecoll.allreduce_init(comm, x, "allgather") for x in (few, many)]
+        assert [plan(many).values.sum() for plan in plans] == [120_000, 120_000]
+        with pytest.raises(CommunicationError, match="entries of the plan: expected the same value on all ranks"):
+            plans[comm.rank](many)
+        return True
+
+    assert all(simulate(2, program).results)
+
+
+def test_a_plan_takes_what_error_feedback_returns():
+    def program(comm):
+        plan = sparsecoll.allreduce_init(comm, np.zeros(9, np.float32), "dense")
+        return plan(sparsecoll.Residual(9).compensate(np.ones(9, np.float32))).to_dense().tolist()
+
+    assert simulate(2, program).results == [[2.0] * 9] * 2

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import case, same_bits
 from launching import python
+from socket_ranks import run
 
 import sparsecoll
 from sparsecoll import Request, SparseVector, simulate
@@ -40,6 +41,25 @@ def test_blocking_calls_follow_the_nonblocking_ones_before_them():
     requests = [sparsecoll.iallreduce(comm, x, Noting(), k=k) for k in range(5)]
     sparsecoll.allreduce(comm, x, Noting(), k=5)
     assert [request.wait().nnz for request in requests] == list(range(5)) and order == list(range(6))
+
+
+def test_a_rank_on_which_no_thread_can_be_started_makes_its_calls_at_once(monkeypatch):
+    start, crowded = threading.Thread.start, set()
+
+    def refused(thread):
+        if threading.get_ident() in crowded:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def program(transport):
+        if transport.rank:
+            crowded.add(threading.get_ident())
+        x = SparseVector([transport.rank], np.ones(1), 9)
+        requests = [sparsecoll.iallreduce(transport, x) for _ in range(3)]
+        return [request.wait().nnz for request in requests], transport.worker is None
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert run(2, program) == [([2, 2, 2], False), ([2, 2, 2], True)]
 
 
 def test_errors_come_at_wait():

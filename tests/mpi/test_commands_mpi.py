@@ -36,6 +36,22 @@ def test_gradients_from_files(comm, folder, capfd):
     assert [(row["P"], row["n"]) for row in rows] == [(comm.size, 3000)] * 2
 
 
+def test_gradients_of_float16_have_no_row_of_mpi(comm, folder, capfd):
+    np.save(folder / f"g{comm.rank}.npy", np.arange(2000, dtype=np.float16))
+    main(["bench", "--gradient", str(folder / "g{rank}.npy"), *ALGOS, "--json", str(folder / "rows.json")])
+    comm.Barrier()
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
+    assert [row["algo"] for row in rows] == ["dense"] * (comm.size > 1 or DENSE == "dense") + ["allgather"]
+
+
+def test_the_work_of_a_compressor_is_in_its_row(comm):
+    """It is done on the progress thread."""
+    compressors = pytest.importorskip("sparsecoll.torch").compressors
+    (row,) = sparsecoll.bench.rows(comm, [compressors.TopKCompressor(0.01)], n=200_000)
+    assert row["select"] > 0 and row["dense"] > 0 and row["other"] < row["seconds"]
+    assert comm.size == 1 or row["wait"] > 0
+
+
 def test_what_one_rank_sees_ends_all(comm, folder, capfd):
     if comm.size == 1:
         pytest.skip("needs two ranks")
@@ -46,11 +62,14 @@ def test_what_one_rank_sees_ends_all(comm, folder, capfd):
         (["bench", *ALGOS, "--json", str(folder / "no" / "rows.json")], "expected a file in an existing folder", 2),
         (gradient, f"rank {last}: {folder / f'g{last}.npy'}: expected a .npy file", 2),
         (gradient, "length: expected the same value on all ranks", 2),
+        (gradient, "dtype: expected the same value on all ranks", 2),
     ):
         if expected.startswith("rank") and comm.rank != last:
             np.save(folder / f"g{comm.rank}.npy", np.ones(3000, np.float32))
         elif expected.startswith("length"):
             np.save(folder / f"g{comm.rank}.npy", np.ones(length, np.float32))
+        elif expected.startswith("dtype"):
+            np.save(folder / f"g{comm.rank}.npy", np.ones(3000, np.float64 if comm.rank == last else np.float32))
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         printed = capfd.readouterr().err

@@ -132,6 +132,20 @@ def test_a_checkpoint_has_the_state_of_a_frozen_layer(comm, path, old, new, meth
         assert all(map(torch.equal, whole(model.parameters()), expected))
 
 
+@pytest.mark.parametrize(("old", "new"), [(MIDDLE, W), (1, MIDDLE), (1, W)])
+def test_factors_of_other_shapes_begin_anew(comm, path, old, new):
+    """Parameters of which smaller shards were not worth factors have some now; residuals stay."""
+    model, reductions = attached(old, "powersgd", Net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, comm.rank, range(2))
+    saved = save(model, optimizer, reductions, path)
+    model, reductions = attached(new, "powersgd", Net(seed=7))
+    resume(model, torch.optim.SGD(model.parameters(), 0.1), reductions, path)
+    after = reductions.state_dict()["tensors"]["residual"]
+    for name, t in saved["tensors"]["residual"].items():
+        torch.testing.assert_close(after[name].full_tensor().mean(0), t.full_tensor().mean(0), atol=1e-7, rtol=1e-6)
+
+
 def test_a_layer_that_was_never_trained_has_no_state(comm, path, caplog):
     """Where it is trained when the checkpoint is loaded, its residual is zero, and rank 0 warns."""
     net = Linear()

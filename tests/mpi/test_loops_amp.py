@@ -154,3 +154,21 @@ def test_a_model_in_half_precision(comm, way):
         run.optimizer.step()
     run.close()
     assert alike(comm, run.values()) and bits(run.values())
+
+
+def test_an_overflow_in_one_bucket_skips_the_steps_of_all_optimizers(comm):
+    """DDP reduces the head's bucket first, when it has rebuilt them, and the first layer's gradient overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    run = Run(HOOK, comm, single, sgd, TOPK, torch.float32, scaler, bucket_cap_mb=1e-4)
+    head, body = (torch.optim.SGD(part.parameters(), 0.05) for part in (run.module[4], run.module[:4]))
+    factors = [1.0, float("inf")]
+    run.module[0].weight.register_hook(lambda g: g * (factors.pop(0) if comm.rank == run.last else 1.0))
+    for step in range(2):
+        before = run.values()
+        run.model.zero_grad()
+        scaler.scale(run.loss(step)).backward()
+        for optimizer in (head, body):
+            scaler.step(optimizer)
+        scaler.update()
+    assert all(p.grad.isnan().all() for p in run.params) and alike(comm, run.values())
+    assert bits(run.values()) == bits(before) and scaler.get_scale() == 2.0**9

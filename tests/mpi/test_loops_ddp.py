@@ -39,6 +39,19 @@ def test_nan_on_one_rank_raises_the_same_on_all(comm, options):
     assert alike(comm, run.values())
 
 
+def test_layers_may_be_frozen_after_ddp_was_made(comm):
+    """And trained later, from the first back-propagation on."""
+    run = Run(HOOK, comm, net, plain_sgd, TOPK, find_unused_parameters=True)
+    first = run.module[0]
+    for frozen in (True, False, True):
+        first.requires_grad_(not frozen)
+        before = first.weight.detach().clone()
+        train(run, range(2))
+        assert torch.equal(first.weight, before) == frozen
+        first.weight.grad = first.bias.grad = None
+    assert alike(comm, run.values())
+
+
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize(
     "compressor", [efsignsgd(), RandomKCompressor(0.1), ACPSGD(2), oktopk(), dgc(0.1)], ids=lambda c: c.name

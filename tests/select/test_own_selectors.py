@@ -27,6 +27,22 @@ def test_what_a_selector_removed_and_does_not_return_is_put_back():
     assert taken.values.tolist() == [1, 2] and residual.array.tolist() == [0, 0, 3, 4, 5, 6]
 
 
+@dataclass
+class Block(Selector):
+    """Returns a view of the values, which `take` clears."""
+
+    name = "block"
+
+    def select(self, x, k):
+        return sparsecoll.SparseVector(np.arange(k), x.to_dense()[:k], x.length)
+
+
+def test_entries_may_be_a_view_of_the_values():
+    residual = Residual(6)
+    sent = residual.take(np.arange(1, 7, dtype=np.float32), Block(), 2)
+    assert sent.values.tolist() == [1, 2] and residual.array.tolist() == [0, 0, 3, 4, 5, 6]
+
+
 class Without(TopK):
     """A class without options of its own."""
 

@@ -16,6 +16,7 @@ import backend_more_calls  # noqa: E402, F401
 import backend_ranks  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
+from sparsecoll.algorithms import Dense  # noqa: E402
 from sparsecoll.torch.backend import Options  # noqa: E402
 from sparsecoll.torch.backend.lowbit import LowBitSums  # noqa: E402
 from sparsecoll.torch.replica.calls import collective  # noqa: E402
@@ -139,3 +140,20 @@ def test_residuals_of_few_bits_are_of_one_tensor_and_one_for_each_place():
         return torch.equal(after, alone), len(sums._kept), torch.equal(first, saved)
 
     assert simulate(2, program).results == [(True, 2, True)] * 2
+
+
+def test_an_exact_sum_in_place_of_few_bits_has_the_limit_of_the_group(monkeypatch):
+    limits, exact = [], Dense.__call__
+
+    def watched(self, channel, *x):
+        limits.append(channel.transport.timeout)
+        return exact(self, channel, *x)
+
+    monkeypatch.setattr(Dense, "__call__", watched)
+
+    def program(comm):
+        x, sums = torch.full((5000,), torch.inf), LowBitSums(Options(dense="int8", dense_below=0))
+        collective(comm.transport, "all_reduce", 7.0, lambda call: sums.write(call, x, "sum"))
+        return x.isinf().all()
+
+    assert all(simulate(2, program).results) and limits == [7.0, 7.0]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from nets import residuals
 
 from sparsecoll import CommunicationError, simulate
 from sparsecoll.torch import DistributedOptimizer
@@ -30,6 +31,17 @@ class Halves(ArrayCompressor):
 
     def decompress(self, arrays, n):
         return arrays[0][self.cut :].astype(np.float32)
+
+
+@dataclass
+class InPlace(Halves):
+    """Every message is decompressed into the same memory."""
+
+    def decompress(self, arrays, n):
+        if not hasattr(self, "_memory"):
+            self._memory = np.empty(n, np.float32)
+        self._memory[:] = arrays[0]
+        return self._memory
 
 
 @dataclass
@@ -98,3 +110,19 @@ def test_a_view_with_strides_is_sent():
 def test_a_wrong_length_and_a_change_of_the_gradient_are_refused(compressor, text):
     with pytest.raises(Exception, match=text):
         step(compressor)
+
+
+def test_decompress_may_return_the_same_memory_again():
+    """The residual is what this rank has not sent, not what another has not."""
+
+    def kept(compressor):
+        def program(comm):
+            p = torch.nn.Parameter(torch.zeros(2000))
+            optimizer = DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], comm, compressor, dense_below=10)
+            (p * ((comm.rank + 1) / 3)).sum().backward()
+            optimizer.step()
+            return residuals(optimizer)["p"].tolist()
+
+        return simulate(3, program).results
+
+    assert kept(InPlace()) == kept(Halves())

@@ -86,6 +86,9 @@ def test_a_model_that_ddp_wraps_is_refused(group_of_one):
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(TypeError, match=r"got a DistributedDataParallel.*comm_hook"):
         DistributedOptimizer(inner, wrapped.named_parameters())
+    for outer in (torch.nn.Sequential(wrapped), torch.compile(wrapped, backend="eager")):
+        with pytest.raises(TypeError, match=r"got a DistributedDataParallel.*comm_hook"):
+            DistributedOptimizer(inner, outer)
     optimizer = DistributedOptimizer(inner, model.named_parameters())
     with pytest.raises(RuntimeError, match=r"inside of a DistributedDataParallel.*comm_hook"):
         wrapped(batch(0, 0)[0])

@@ -107,6 +107,21 @@ def test_unused_and_frozen_parameters():
         torch.testing.assert_close(some, used[:3])  # the mean gradient is 1 for both
 
 
+def test_gradients_are_means_in_the_first_back_propagation_of_other_layers():
+    def program(comm):
+        model = net()
+        model[0].requires_grad_(False)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, "none")
+        train(comm, model, optimizer, range(2))
+        model.requires_grad_(False)[0].requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, 2)).backward()
+        return model[0].weight.grad.tolist()
+
+    first, *others = simulate(P, program).results
+    assert others == [first] * (P - 1)
+
+
 def test_sparse_embedding_gradients_and_sparse_adam():
     def program(comm):
         embedding = torch.nn.Embedding(10, 3, sparse=True)

@@ -1,11 +1,15 @@
 """SparseSGD: parameters that are frozen, unused, added, or of special kinds."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 from nets import EXACT, batch, close, compared, net, parameters, residuals
 
-from sparsecoll import simulate
-from sparsecoll.torch import SparseSGD
+from sparsecoll import LowBit, simulate
+from sparsecoll.torch import DistributedOptimizer, OneBitAdam, SparseSGD
+from sparsecoll.torch.compressors import QSGD, ArrayCompressor
 
 
 @pytest.mark.parametrize("settings", [{"momentum": 0.9, "weight_decay": 0.05}, {"weight_decay": 0.05}], ids=str)
@@ -125,3 +129,54 @@ def test_sharded_parameters_are_refused():
         SparseSGD([torch.nn.Parameter(torch.empty(3, device="meta"))])
     with pytest.raises(TypeError, match=r"expected floating-point tensors, got torch\.complex64"):
         SparseSGD([torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+
+
+@dataclass
+class Signs(ArrayCompressor):
+    """One scale for all values, and no code for zero."""
+
+    name = "signs"
+
+    def compress(self, acc):
+        return [np.packbits(acc >= 0), np.abs(acc).mean(keepdims=True)]
+
+    def decompress(self, arrays, n):
+        signs, scale = arrays
+        return np.where(np.unpackbits(signs, count=n), scale, -scale)
+
+
+NOISY = {
+    "efsignsgd": "efsignsgd",
+    "2 bits": QSGD(2, feedback=True),
+    "signs": Signs(),
+    "SparseSGD": LowBit(bits=1, rounding="nearest"),
+    "OneBitAdam": None,
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_a_parameter_without_gradients_stays_where_codes_have_no_zero(name):
+    """It shares a scale with others, whose noise is not its own; what waits for it arrives when it is used again."""
+
+    def program(comm):
+        used, nowhere = (torch.nn.Parameter(torch.ones(1100)) for _ in range(2))
+        named = {"used": used, "nowhere": nowhere}
+        inner = torch.optim.AdamW(named.values(), 0.1)
+        if name == "SparseSGD":
+            optimizer = SparseSGD(named.values(), 0.1, comm=comm, algo=NOISY[name])
+        elif name == "OneBitAdam":
+            optimizer = OneBitAdam(named.values(), 0.1, warm_up=2, every=1, comm=comm)
+        else:
+            optimizer = DistributedOptimizer(inner, named.items(), comm, NOISY[name])
+        values = []
+        for step in range(5):
+            optimizer.zero_grad()
+            weight = torch.linspace(0.5 + comm.rank, 1, 1100)
+            ((used * weight).sum() + ((nowhere * weight).sum() if step in (0, 1) else 0)).backward()
+            optimizer.step()
+            values.append(nowhere.detach().clone())
+        return values, nowhere.grad, used.detach().clone()
+
+    for values, gradient, used in simulate(2, program).results:
+        assert gradient is None and all(torch.equal(later, values[1]) for later in values[2:])
+        assert not torch.equal(values[0], values[1]) and (used != 1).all()

@@ -1,5 +1,6 @@
 """Two threads that make calls on one communicator at the same time: an error on all ranks instead of mixed sums."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -140,3 +141,40 @@ def test_a_blocking_call_in_the_worker_that_is_interrupted_is_no_silent_one(monk
 
     texts = run(2, program)
     assert all("a call was interrupted on rank 0: KeyboardInterrupt" in text for text in texts), texts
+
+
+def test_a_call_in_the_worker_that_is_interrupted_ends_although_another_rank_does_not_come():
+    """So do later calls, which come after it, and `close`."""
+    over = threading.Event()
+
+    def program(transport):
+        x = SparseVector([transport.rank], np.ones(1), 9)
+        sparsecoll.iallreduce(transport, x).wait()
+        if transport.rank:
+            assert over.wait(60)
+            return
+        submit = transport.worker.submit
+
+        def interrupted(call):
+            future = submit(call)
+            result = future.result
+
+            def stop(*given):
+                time.sleep(0.2)  # the call waits for rank 1
+                future.result = result
+                raise KeyboardInterrupt
+
+            future.result = stop
+            return future
+
+        transport.worker.submit = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            sparsecoll.allreduce(transport, x)
+        transport.worker.submit, start = submit, time.monotonic()
+        with pytest.raises(CommunicationError, match="a call was interrupted on rank 0: KeyboardInterrupt"):
+            sparsecoll.allreduce(transport, x)
+        transport.close()
+        assert time.monotonic() < start + 30
+        over.set()
+
+    assert run(2, program) == [None, None]

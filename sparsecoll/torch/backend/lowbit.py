@@ -56,7 +56,7 @@ class LowBitSums:
         held = call.agree(entries=int(fits))
         mean, channel = op == "mean", Channel(call.transport, x.numel())
         if not min(held):  # no scale has room for NaN, infinity, or the sum; nothing is rounded, and the residual stays
-            options = CallOptions(nonfinite="pass")
+            options = CallOptions(nonfinite="pass", timeout=call.transport.timeout)
             reduced = allreduce_vectors(call.transport, DenseVector(values), Dense(), options)
             work = CPU.tensor(np.asarray(reduced.value.values))
             x.copy_((work / call.transport.size if mean else work).view(x.shape))

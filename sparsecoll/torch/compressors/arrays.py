@@ -52,6 +52,8 @@ class ArrayCompressor(ErrorFeedback):
             n: number of values.
         """
 
+    keeps_zeros = False  # as far as anyone knows
+
     def message(self, acc: DenseVector) -> Buffer:
         if not self.passes_nonfinite:
             self.check_finite(acc)
@@ -72,10 +74,10 @@ class ArrayCompressor(ErrorFeedback):
             if part.shape != (n,):
                 raise ValueError(f"decompress: expected an array of shape ({n},), got {part.shape}")
             total += part
-            own = part if rank == self.own_rank else own
+            own = part.astype(dtype) if rank == self.own_rank else own  # a copy: the next part may take its memory
         out[:] = asarray_like((total / self.size).astype(out.dtype), out)
         if self.keeps_gradient:
-            self.contributed(DenseVector(asarray_like(own.astype(dtype), out)))
+            self.contributed(DenseVector(asarray_like(own, out)))
 
 
 def packed(arrays: Sequence[NDArray[Any]]) -> Buffer:

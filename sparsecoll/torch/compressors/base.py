@@ -68,6 +68,7 @@ class Compressor(ABC):
     replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
     scatters = False  # whether each rank gets only its region of a sum, as `fsdp.attach` without replicas wants it
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
+    keeps_zeros = True  # whether zeros are sent as such, so that a parameter without gradient and residual stays
     sends_rarely = False  # whether an entry waits in the residual for many steps
     stands_alone = False  # whether it has `encoded` and `combined`, so that an ElasticGroup can use it
     sends_at_once = False  # whether these messages go directly to all ranks, so that several buckets' can be under way

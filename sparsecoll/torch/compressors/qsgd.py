@@ -47,8 +47,7 @@ class QSGD(ErrorFeedback):
     def __post_init__(self) -> None:
         if self.bits not in (8, 4, 2, 1)[: 3 + self.feedback]:
             raise ValueError(f"bits: expected 8, 4 or 2, or 1 with feedback, got {self.bits}")
-        self.keeps_gradient = self.feedback
-        _ = self.algorithm  # which raises
+        self.keeps_gradient, self.keeps_zeros = self.feedback, self.algorithm.keeps_zeros  # which raises
 
     @property
     def algorithm(self) -> LowBit:

@@ -106,6 +106,7 @@ class TopKCompressor(ErrorFeedback):
             check_number("clip", self.clip, "(0, inf]")
         if self.clip_by not in ("parameter", "bucket"):
             raise ValueError(f"clip_by: expected 'parameter' or 'bucket', got {self.clip_by!r}")
+        self.keeps_zeros = getattr(algorithm, "keeps_zeros", True)
         self.sends_rarely = is_rare(schedule) and not algorithm.takes_dense
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:

@@ -69,31 +69,23 @@ class Checkpoint:
         """Return the state of all buckets, in this rank's part of DTensors."""
         known = {shard.name: shard for shard in shards}
         tensors: dict[str, dict[str, DTensor]] = {}
-        for kind, name, local in self._gathered(state["tensors"], state["replicated"], known):
-            tensors.setdefault(kind, {})[name] = local
-        buckets = {str(torch.distributed.get_rank()): json.dumps(state["buckets"])}
-        return {"compressor": state["compressor"], "step": state["step"], "tensors": tensors, "buckets": buckets}
-
-    def _gathered(
-        self, tensors: Tensors, replicated: Sequence[str], known: Mapping[str, Shard]
-    ) -> Iterator[tuple[str, str, DTensor]]:
-        for kind, entries in tensors.items():
-            if kind in replicated:
+        for kind, entries in state["tensors"].items():
+            own: dict[str, DTensor] = {}
+            if kind in state["replicated"]:
                 for name, t in entries.items():
                     mesh = self._mesh(t.device.type, whole=False)
-                    yield kind, name, _dtensor(t, mesh, (ShardPlacement(0),), (mesh.size(), *t.shape))
-                continue
+                    own[name] = _dtensor(t, mesh, (ShardPlacement(0),), (mesh.size(), *t.shape))
             for name, shard in known.items():
-                if entries.keys().isdisjoint(self._parts_of(shard)):  # it has never been trained
+                parts = self._parts_of(shard)
+                if kind in state["replicated"] or entries.keys().isdisjoint(parts):  # it has never been trained
                     continue
-                t = self._own(entries, shard)
+                t = torch.cat([entries[part].narrow(shard.dim, 0, size) for part, size in parts.items()], shard.dim)
                 mesh, size = self._mesh(t.device.type, whole=True), (self._owners, *shard.param.shape)
-                yield kind, name, _dtensor(t, mesh, self._placements(shard), size)
-
-    def _own(self, entries: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
-        """Return this rank's values for a parameter, without padding."""
-        parts = [entries[name].narrow(shard.dim, 0, size) for name, size in self._parts_of(shard).items()]
-        return torch.cat(parts, shard.dim)
+                own[name] = _dtensor(t, mesh, self._placements(shard), size)
+            if own:
+                tensors[kind] = own
+        buckets = {str(torch.distributed.get_rank()): json.dumps(state["buckets"])}
+        return {"compressor": state["compressor"], "step": state["step"], "tensors": tensors, "buckets": buckets}
 
     # -- to the state of buckets
 
@@ -126,7 +118,9 @@ class Checkpoint:
             own = own * (self._owners / t.shape[0])
         parts = self._parts_of(shard)
         for name, part in zip(parts, torch.split(own, list(parts.values()), shard.dim), strict=True):
-            yield name, _padded(part, shard)
+            whole = part.new_zeros(shard.padded)
+            whole.narrow(shard.dim, 0, part.shape[shard.dim]).copy_(part)
+            yield name, whole
 
     # -- from a checkpoint of any number of ranks
 
@@ -179,7 +173,7 @@ class Checkpoint:
             for name, shard in known.items():
                 own, stored = entries.pop(name, None), metadata.get(f"{key}.tensors.{kind}.{name}")
                 if stored is None:
-                    if own is not None and shard.param.requires_grad:
+                    if own is not None and shard.param.requires_grad and not replicated:  # else of another shape
                         missing.setdefault(name, kind)
                 elif own is not None and stored.size == own.shape:
                     entries[name] = own
@@ -220,9 +214,3 @@ def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, size
     stride = tuple(torch.empty(size, device="meta").stride())
     part = local.unsqueeze(0).contiguous()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(size), stride=stride)
-
-
-def _padded(part: torch.Tensor, shard: Shard) -> torch.Tensor:
-    whole = part.new_zeros(shard.padded)
-    whole.narrow(shard.dim, 0, part.shape[shard.dim]).copy_(part)
-    return whole

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sparsecoll.torch.replica.calls import collective
@@ -43,29 +42,22 @@ class Failures:
         self.error: Exception | None = None
         self._told: set[Transport] = set()  # those whose ranks know of that
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Context manager: an exception inside is recorded, not raised."""
-        try:
-            yield
-        except Exception as error:
-            known = getattr(error, "known_on", None)
-            if known is None and getattr(error, "on_all_ranks", False):  # a call of the buckets
-                known = self._transport
-            if known is not None or self.error is None:
-                self.error = error
-            if known is not None:
-                self._told.add(known)
-
     def hook(self, *functions: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls these within back-propagation; its result is the last one's, or None."""
+        """Return a function that calls these, and records their exceptions; its result is the last one's, or None."""
 
         def call(*args: Any) -> Any:
-            result = None
             for function in functions:
                 result = None
-                with self.recording():
+                try:
                     result = function(*args)
+                except Exception as error:
+                    known = getattr(error, "known_on", None)
+                    if known is None and getattr(error, "on_all_ranks", False):  # a call of the buckets
+                        known = self._transport
+                    if known is not None or self.error is None:
+                        self.error = error
+                    if known is not None:
+                        self._told.add(known)
             return result
 
         return call

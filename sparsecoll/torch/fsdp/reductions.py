@@ -151,47 +151,23 @@ class ShardedReductions:
     def _receive(
         self, index: int, values: torch.Tensor, out: torch.Tensor | None = None, factor: float | None = None
     ) -> None:
-        """Reduce the gradients of a group, in place without `out`; runs on the thread that back-propagates."""
+        """Write factor * the mean of a group's gradients to `out`, or in place; torch then divides it by its divisor.
+
+        Residuals are kept in units of what the optimizer is given, whichever factors torch and a GradScaler have.
+        """
         out = values if out is None else out
         factor = self._groups[index].factor(self._transport.size) if factor is None else factor
         self._begin()
         device = self._buckets[index][0].layout.device
         again = index in self._reduced
         self._reduced.add(index)
-        divisor = self._groups[index].divisor(values)
-        job = partial(self._job, index, values, out, factor, divisor, again, device.record_event())
-        self._jobs.append(in_background(self._transport, self._failures.hook(job, partial(self._spoil, out))))
-        if self._groups[index].reads_at_once(out):
-            self._jobs[-1].result()
-            device.wait_stream()
+        divisor, event = self._groups[index].divisor(values), device.record_event()
 
-    def _ask_for_end(self, *_: Any) -> None:
-        """Call `Failures.end` when back-propagation ends."""
-        end = partial(self._failures.end, "end of back-propagation", self._wait, self._exchange, self._accept_or_drop)
-        at_end_of_backward(self, lambda: queue_callback(end))
-
-    # -- a reduction, on the progress thread
-
-    @torch.no_grad()
-    def _job(
-        self,
-        index: int,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        factor: float,
-        divisor: float,
-        again: bool,
-        event: Any,
-    ) -> None:
-        """Write factor * the mean of values to `out`, which torch divides by `divisor` afterwards.
-
-        Residuals are kept in units of what the optimizer is given, whichever factors torch and a GradScaler have.
-        """
-
+        @torch.no_grad()
         def reduce(_: CollectiveCall) -> None:
             bucket, compressor = self._buckets[index]
             layout, keeps = bucket.layout, compressor.keeps_gradient
-            with layout.device.stream_context(event):
+            with device.stream_context(event):
                 if again:  # a module that is used several times, or by parts of the loss
                     bucket.accept()
                 if values.numel() != layout.length:
@@ -207,7 +183,16 @@ class ShardedReductions:
                     for part in self._groups[layout.index].padding(residual, self._parts):
                         part.zero_()
 
-        self._failures.call(self._transport, f"module {index}", reduce)
+        job = partial(self._failures.call, self._transport, f"module {index}", reduce)
+        self._jobs.append(in_background(self._transport, self._failures.hook(job, partial(self._spoil, out))))
+        if self._groups[index].reads_at_once(out):
+            self._jobs[-1].result()
+            device.wait_stream()
+
+    def _ask_for_end(self, *_: Any) -> None:
+        """Call `Failures.end` when back-propagation ends."""
+        end = partial(self._failures.end, "end of back-propagation", self._wait, self._exchange, self._accept_or_drop)
+        at_end_of_backward(self, lambda: queue_callback(end))
 
     @torch.no_grad()
     def _spoil(self, out: torch.Tensor) -> None:

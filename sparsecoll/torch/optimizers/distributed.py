@@ -12,7 +12,7 @@ import torch
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compressor
-from sparsecoll.torch.optimizers.sgd_rules import WithoutMomentum, check_momentum, compressor_for, tell
+from sparsecoll.torch.optimizers.sgd_rules import WithoutMomentum, check_momentum, tell
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import LOCAL, STATE
@@ -234,7 +234,8 @@ class DistributedOptimizer(Wrapper):
         model = model_of(named_parameters)
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
-            own = compressor_for(optimizer) if compressor is None else as_compressor(compressor)
+            chosen = "sgdtopk" if isinstance(optimizer, torch.optim.SGD) else "qsgd"
+            own = as_compressor(chosen if compressor is None else compressor)
             below = own.dense_below if dense_below is None else dense_below
             options = Options(bucket_bytes, below, overlap, gradient_as_bucket_view, verify, timeout)
             refuse_wrapped(model, "named_parameters")

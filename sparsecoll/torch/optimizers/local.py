@@ -21,15 +21,9 @@ from sparsecoll.torch.reduction.grad_scaler import forget
 from sparsecoll.torch.reduction.means import Means
 from sparsecoll.torch.reduction.pace import Outer, OuterOptimizers, Pace
 from sparsecoll.torch.reduction.rounds import ElasticGroup
+from sparsecoll.torch.replica import guards
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.replica.calls import Options, agreeing, collective, communicator
-from sparsecoll.torch.replica.guards import (
-    refuse_renormalized,
-    refuse_steps_outside,
-    refuse_wrapped,
-    warn_of_momentum,
-    warn_of_state,
-)
 from sparsecoll.torch.tensors.model import (
     Named,
     check_whole,
@@ -149,8 +143,8 @@ class LocalOptimizer(Wrapper):
 
         def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, list[torch.optim.Optimizer], Pace]:
             pace = Pace(every, fragments, delay, alpha, weight)
-            refuse_wrapped(model, "named_parameters")
-            refuse_renormalized(model if group or transport.size > 1 else None)
+            guards.refuse_wrapped(model, "named_parameters", within=False)
+            guards.refuse_renormalized(model if group or transport.size > 1 else None)
             own = as_compressor(compressor)
             self._best = own.best_bucket if bucket_bytes is None else lambda _: bucket_bytes
             below = own.dense_below if dense_below is None else dense_below
@@ -180,10 +174,10 @@ class LocalOptimizer(Wrapper):
         given, params, own, options, outers, pace = collective(transport, "LocalOptimizer", timeout, made)
         if transport.rank == 0:
             for one in outers:
-                warn_of_momentum(one, own)
-        warn_of_state(optimizer, transport)
+                guards.warn_of_momentum(one, own)
+        guards.warn_of_state(optimizer, transport)
         self._every, self._held, self._closed, self._steps_inside = every, False, False, False
-        refuse_steps_outside(self)
+        guards.refuse_steps_outside(self)
         names = given.items if model is None else model.named_parameters
         device = None if backup_device is None else torch.device(backup_device)
         arguments: Any = transport, optimizer, OuterOptimizers(outers), own, model, names, options, pace, device

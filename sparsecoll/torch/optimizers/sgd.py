@@ -291,8 +291,7 @@ class SparseSGD(torch.optim.Optimizer):
     def _update(self, outcome: Outcome, sums: Sums) -> None:
         """Update parameters, residuals and buffers by sums that are the same on all ranks."""
         self._replica.broadcast_buffers(outcome)
-        if sums:
-            self._flat.commit(self.param_groups)
+        left = self._flat.commit(self.param_groups, outcome.used) if sums else set()
         self._replica.context.step += 1
         groups = {p: group for group in self.param_groups for p in group["params"]}
         size, steps = self._replica.transport.size, self._replica.context.step * self._flat.keeps_momentum
@@ -301,7 +300,7 @@ class SparseSGD(torch.optim.Optimizer):
                 with bucket.layout.device.stream_context():
                     for name, update in updates(bucket.layout, value):
                         p = bucket.params[name]
-                        if name in outcome.used or update:
+                        if name in outcome.used or (update and name not in left):
                             take_step(p, update, self.state, groups[p], size, steps)
         except Exception as error:
             self._replica.suspect = True
@@ -335,7 +334,7 @@ class SparseSGD(torch.optim.Optimizer):
                     break
                 self._replica.broadcast_buffers(outcome)
                 if sums:
-                    self._flat.commit(self.param_groups)
+                    self._flat.commit(self.param_groups, outcome.used)
                 self._replica.follow_step(outcome)
             self._replica.follow("join", self, root=outcome.furthest)
 

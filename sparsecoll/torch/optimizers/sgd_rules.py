@@ -20,7 +20,6 @@ from sparsecoll.formats import Format
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import SgdRule
 from sparsecoll.select import Vector
-from sparsecoll.torch.compressors import Compressor, as_compressor
 from sparsecoll.torch.compressors.presets import sgdtopk
 from sparsecoll.torch.compressors.topk import TopKCompressor, shorter
 from sparsecoll.torch.reduction.accumulator import SparseSum
@@ -125,11 +124,6 @@ class Rule(SgdRule):
         rate = self.lr * self.damp * (1 - inside) / (1 - self.momentum)
         rate *= (1 - self.momentum**steps) / (1 - inside ** (steps + 1))
         return Rule(rate, self.share, self.decay / (1 - inside), 0.0, 1.0, False)
-
-
-def compressor_for(optimizer: torch.optim.Optimizer) -> Compressor:
-    """Return the compressor of users who have chosen none."""
-    return as_compressor("sgdtopk" if isinstance(optimizer, torch.optim.SGD) else "qsgd")
 
 
 def check_momentum(optimizer: torch.optim.Optimizer) -> None:

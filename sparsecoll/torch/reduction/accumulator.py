@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,12 +191,14 @@ class Accumulator(Owner):
         """Return whether residuals of a group are in units of learning rate * gradient."""
         return not (group["momentum"] or self.keeps_momentum)
 
-    def commit(self, groups: Iterable[Group]) -> None:
-        """Accept the step: what remains of acc becomes the residual."""
+    def commit(self, groups: Iterable[Group], used: Set[str]) -> set[str]:
+        """Accept the step: what remains of acc becomes the residual; see `Buckets.leave_out` for what is returned."""
+        left = self._buckets.leave_out(used)
         self._buckets.accept()
         self._buckets.commit()
         rated = {self.names[p]: self.rated(group) for group in groups for p in group["params"]}
-        self._rated |= {name: rated[name] for name in self._buckets.index_of}
+        self._rated |= {name: rated[name] for name in self._buckets.index_of.keys() - left}
+        return left
 
     # -- saved state
 

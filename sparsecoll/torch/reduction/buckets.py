@@ -214,12 +214,29 @@ class Buckets:
 
     # -- a reduction, and a step
 
+    def leave_out(self, used: Set[str]) -> set[str]:
+        """Before `accept`, restore the state of parameters without a gradient of which noise was sent; return them."""
+        left: set[str] = set()
+        for bucket, compressor in self:
+            if not compressor.keeps_zeros:
+                bucket.layout.device.wait_stream()
+                compressor.versions.exclude(bucket.params.keys() - used)
+                left |= bucket.params.keys() - used
+        return left
+
     def accept(self) -> None:
         """Accept the reduction: the next one starts from the trial states."""
         self.pending = True
         for bucket, _ in self:
             bucket.accept()
             bucket.layout.device.wait_stream()
+
+    def spoil(self) -> None:
+        """Write NaN in place of all gradients, for optimizers of some of them."""
+        for bucket, _ in self:
+            for p in bucket.params.values():
+                if p.grad is not None:
+                    values_of(p.grad).fill_(float("nan"))
 
     def drop(self) -> None:
         """Drop the reduction: trial states are discarded."""

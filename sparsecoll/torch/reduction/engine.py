@@ -26,16 +26,8 @@ from sparsecoll.torch.reduction.hooks import (
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import STATE, part_of, renamed_state
 from sparsecoll.torch.reduction.steps import State
+from sparsecoll.torch.replica import guards
 from sparsecoll.torch.replica.calls import NO_OUTCOME, Options, agreeing, mean_of_loss
-from sparsecoll.torch.replica.guards import (
-    NO_MEAN,
-    STATES,
-    checksum_of_state,
-    refuse_ddp,
-    warn_of_adam,
-    warn_of_clipping,
-    warn_of_momentum,
-)
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.tensors.model import Named, Watch, momenta_of, names_in_groups, options_of
 from sparsecoll.torch.tensors.private import at_end_of_backward
@@ -71,12 +63,12 @@ class Engine(Reducer):
         self.replica.shared_options = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._hooks = Hooks(self, self.accumulating)
-        self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
+        self._guard = None if hooked is None else hooked.register_forward_pre_hook(guards.refuse_ddp)
         if transport.rank == 0:
-            warn_of_adam(optimizer, compressor)
-            warn_of_momentum(optimizer, compressor, self.replica.sparse_weights)
+            guards.warn_of_adam(optimizer, compressor)
+            guards.warn_of_momentum(optimizer, compressor, self.replica.sparse_weights)
         has_momentum, watched = getattr(compressor, "momentum", 0.0) != 0, transport.rank == 0 and transport.size > 1
-        cure = NO_MEAN if has_momentum else "To clip the mean, call synchronize() first"
+        cure = guards.NO_MEAN if has_momentum else "To clip the mean, call synchronize() first"
         who = "momentum before the compression" if has_momentum else "overlap=False"
         self._watch = Watch(who, cure) if watched and not options.overlap else None
         self._watches_means = watched and options.overlap and has_momentum and scaling.scaler is None
@@ -108,7 +100,7 @@ class Engine(Reducer):
                     **{name: getattr(self._options, name) for name in compared},
                     "grad_scaler": self._scaling.scaler is not None,
                     **names_in_groups(self._optimizer, {**self.params, **params}),
-                    STATES: 0 if self.params else checksum_of_state(self._optimizer),
+                    guards.STATES: 0 if self.params else guards.checksum_of_state(self._optimizer),
                 }
                 with self.steps.passing_over():
                     self.replica.introduce(params, signature, lambda: check_added(new, stay))
@@ -266,7 +258,7 @@ class Engine(Reducer):
         self._rollback({name for name in self.means if self.params[name].grad is None})  # thrown away
         if self._watches_means and self.means.changed() is not None:
             self._watches_means = False
-            warn_of_clipping(self._compressor)
+            guards.warn_of_clipping(self._compressor)
 
     @contextlib.contextmanager
     def stepping(self, evaluates: bool = False) -> Iterator[None]:
@@ -318,6 +310,8 @@ class Engine(Reducer):
         Args:
             updated: skip it also if parameters have changed (default: False).
         """
+        if not self.closed:
+            self._hooks.attach(self.params)  # some may have been unfrozen
         if not updated and self.commit_if_updated():
             self.asked = False
             return

@@ -9,13 +9,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from sparsecoll.torch.compressors import Compressor
-from sparsecoll.torch.tensors.private import (
-    calling_scaler,
-    check_overflow,
-    is_called_by_scaler,
-    scale_device,
-    scaler_state,
-)
+from sparsecoll.torch.tensors import private
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import broadcast
 
@@ -34,7 +28,7 @@ def refuse_unknown(known: Any, compressor: Compressor, owner: str) -> None:
         known: the scaler by which they were, or None.
         owner: of the argument `grad_scaler`.
     """
-    scaler = calling_scaler() if compressor.unscales else None
+    scaler = private.calling_scaler() if compressor.unscales else None
     if scaler not in (None, known) and scaler.get_scale() != 1:
         raise RuntimeError(
             f"{owner} has to know the GradScaler that calls step(), since residuals would keep scaled gradients: pass"
@@ -81,7 +75,7 @@ class Scaling:
     @property
     def _state(self) -> dict[str, Any]:
         """The scaler's record of the optimizer since its last update()."""
-        return {} if self.scaler is None else scaler_state(self.scaler, self._key)
+        return {} if self.scaler is None else private.scaler_state(self.scaler, self._key)
 
     @property
     def unscaled(self) -> bool:
@@ -95,7 +89,7 @@ class Scaling:
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return `is_called_by_scaler` for a step; raise if that scaler is not the one that was passed."""
-        called, name, cure = is_called_by_scaler(optimizer), self._name, ""
+        called, name, cure = private.is_called_by_scaler(optimizer), self._name, ""
         if self.scaler is None and called:
             cure = f"{name} has to know the GradScaler that calls its step(): pass grad_scaler=scaler to {name}"
         elif self.scaler is not None and not self._state:
@@ -112,7 +106,7 @@ class Scaling:
         """Unscale means, unless their gradients were; return whether one is not finite, the same on all ranks."""
         assert self.scaler is not None
         if self.unscaled:
-            check_overflow(self.scaler, optimizer)
+            private.check_overflow(self.scaler, optimizer)
         else:
             self.scaler.unscale_(optimizer)
         return self.found
@@ -122,7 +116,7 @@ class Scaling:
         marks = self._state["found_inf_per_device"]
         if not marks:  # no gradients on this rank
             assert self.scaler is not None
-            where = scale_device(self.scaler)
+            where = private.scale_device(self.scaler)
             marks[where] = torch.zeros((), device=where)
         if found:
             for mark in marks.values():

@@ -132,7 +132,7 @@ class Hooks:
         for name, p in params.items():
             _owners[p] = self._owner
             if name in self._handles:
-                if not self.comes_last(name):
+                if p.requires_grad and not self.comes_last(name):
                     before, after = self._handles[name][1]
                     after.remove()
                     self._handles[name] = p, (before, self._hook_after(name, p))

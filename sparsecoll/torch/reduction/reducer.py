@@ -294,11 +294,13 @@ class Reducer(Owner):
 
     def _accept(self, outcome: Outcome) -> None:
         """The reduction is good on all ranks: gradients become means, all of them or none."""
-        made = []
+        made, left = [], self.buckets.leave_out(outcome.used)
         for bucket, compressor in self.buckets:
             bucket.layout.device.wait_stream()
             names = [
-                n for n, p in bucket.params.items() if n in outcome.used or (p.requires_grad and bucket.has_mean(n))
+                n
+                for n, p in bucket.params.items()
+                if n in outcome.used or (p.requires_grad and n not in left and bucket.has_mean(n))
             ]
             made.append((bucket, bucket.new_grads(names, self._scale(compressor))))
         try:

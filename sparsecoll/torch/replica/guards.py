@@ -31,11 +31,12 @@ CURE = (
 )
 
 
-def refuse_wrapped(model: Any, argument: str) -> None:
-    """Raise unless a model, passed as `argument`, is None or a plain module."""
+def refuse_wrapped(model: Any, argument: str, within: bool = True) -> None:
+    """Raise unless a model, passed as `argument`, is None or a plain module; with `within`, all modules in it, too."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
-    if isinstance(model, DistributedDataParallel):
+    modules = [model] if model is None or not within else model.modules()
+    if any(isinstance(module, DistributedDataParallel) for module in modules):
         raise TypeError(f"{argument}: expected a plain model, got a DistributedDataParallel, {CURE}")
 
 

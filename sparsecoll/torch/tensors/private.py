@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -189,23 +189,14 @@ def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:
     """
     if any(group.get("lr", 0) != 0 for group in optimizer.param_groups):  # a few optimizers have none
         return False
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == CHECKPOINT:
-            return True
-        frame = frame.f_back
-    return False
+    frames = (frame for frame, _ in walk_stack(inspect.currentframe()))
+    return any(f.f_code.co_name == "_init_optim_state" and f.f_globals.get("__name__") == CHECKPOINT for f in frames)
 
 
 def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether any thread is in step() of an optimizer: torch calls no hook after a step that raises."""
-    for frame in sys._current_frames().values():
-        walked: FrameType | None = frame
-        while walked is not None:
-            if walked.f_globals.get("__name__") == OPTIMIZER and walked.f_locals.get("self") is optimizer:
-                return True
-            walked = walked.f_back
-    return False
+    frames = (frame for last in sys._current_frames().values() for frame, _ in walk_stack(last))
+    return any(f.f_globals.get("__name__") == OPTIMIZER and f.f_locals.get("self") is optimizer for f in frames)
 
 
 def untraced(function: Callable[..., Any]) -> Any:
@@ -249,10 +240,8 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
     It is found on the stack.
     """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    frames, code = walk_stack(inspect.currentframe()), torch.amp.GradScaler.step.__code__
+    return next((frame.f_locals["self"] for frame, _ in frames if frame.f_code is code), None)
 
 
 def scaler_state(scaler: torch.amp.GradScaler, key: int) -> dict[str, Any]:
