@@ -67,8 +67,11 @@ def rows(
     check_integer("repeat", repeat, 1)
     some = []
     for name, algo in named.items():
-        own = getattr(algo, "density", 0.01)
-        densities = _several(getattr(own, "density", own) if density is None else density)  # where a Schedule ends
+        own = getattr(algo, "density", 0.01) if density is None else density
+        own = own.settles_at() if hasattr(own, "settles_at") else own
+        if own is None:
+            raise ValueError(f"density: expected a number for {name!r}, whose schedule has no end, got none")
+        densities = _several(own)
         some += [replace(c, label=name) for c in calls([algo], densities, [format], [value_dtype])]
     if isinstance(comm, (int, list, tuple, range)):
         more = repeat, network, ranks_per_node

@@ -42,6 +42,7 @@ NETWORKS = {
     "100gbit": Network(3e-6, 0.08e-9),
     "memory": ONE_NODE,
 }
+NOT_MPI = "the ranks are not MPI's"
 COLOURS = {"good": 32, "could be better": 33, "broken": 31}  # of ECMA-48: green, yellow, red
 
 
@@ -56,17 +57,15 @@ def _doctor(options: argparse.Namespace) -> None:
         shown = _writes(comm)
         for finding in doctor.examine(comm, trouble):
             found.append(finding)
+            if shown and options.json:
+                save(options.json, {"findings": [asdict(finding) for finding in found]})
             if shown:
                 state = f"{finding.state:<17}"
                 state = f"\x1b[{COLOURS[finding.state]}m{state}\x1b[0m" if sys.stdout.isatty() else state
                 advice = f"{'':<17}-> {finding.advice}\n" if finding.advice else ""
                 sys.stdout.write(f"{state}{finding.subject}: {finding.found}\n{advice}")
                 sys.stdout.flush()
-    if not shown:
-        return
-    if options.json:
-        save(options.json, {"findings": [asdict(finding) for finding in found]})
-    if any(finding.state == doctor.BAD for finding in found):
+    if shown and any(finding.state == doctor.BAD for finding in found):
         sys.exit(1)
 
 
@@ -107,9 +106,8 @@ def _bench_on(comm: Any, options: argparse.Namespace) -> None:
         if options.gradient:
             given = _everywhere(comm, partial(timing.from_file, options.gradient, rank), _type_of)
             dtype = given.base.dtype
-        why = "the ranks are not MPI's" if not hasattr(comm, "Allreduce") else f"MPI has no {dtype}"
-        if MPI_ALLREDUCE in options.algo and (why.startswith("the") or dtype == np.float16):
-            _note(f"{MPI_ALLREDUCE} is left out, because {why}")
+        if MPI_ALLREDUCE in options.algo and (not hasattr(comm, "Allreduce") or dtype == np.float16):
+            _note(f"{MPI_ALLREDUCE} is left out, because {'MPI has no float16' if dtype == np.float16 else NOT_MPI}")
             rest = [algo for algo in options.algo if algo != MPI_ALLREDUCE]
             options.algo = rest if as_transport(comm).size == 1 or "dense" in rest else ["dense", *rest]
         calls = _everywhere(comm, partial(_calls, options, dtype))
@@ -312,6 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
         _announce_compilation()
         if launcher.rank() == 0 or options.run in (_doctor, _bench):  # the others need one process
             options.run(options)
+        sys.stdout.flush()
     except BrokenPipeError:  # as of `| head`: nothing that is still to be printed can be, when the process ends either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

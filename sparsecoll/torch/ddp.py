@@ -344,7 +344,7 @@ class HookState:
 
 
 def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:
-    """Find out, before the first gradient of a back-propagation, whether a step was taken with the last ones."""
+    """Find out, before the first gradient of a back-propagation, whether a step was taken with the last one's."""
     alive, task = state(), backward_number()
     if alive is not None and task != alive._task:
         alive._task = task
@@ -378,11 +378,11 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 
 @agreeing("_replica.agreed")
 def _reduced(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    where = bucket.buffer().device
+    device, where = device_of(bucket.buffer()), bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)
-    device = device_of(bucket.buffer())
-    event = device.record_event()
-    joined = backward_number() < 0  # DDP's join() calls this hook outside of a back-propagation
+    event, joined = device.record_event(), backward_number() < 0  # join() calls this outside of a back-propagation
+    if not joined:  # perhaps no gradient was watched, of layers that were frozen
+        _before_gradient(weakref.ref(state), bucket.buffer())
 
     def job() -> None:
         try:

@@ -372,12 +372,18 @@ def test_bench_without_mpi4py_is_refused_once_for_the_job(rank, capsys, monkeypa
     assert capsys.readouterr().err.count("mpi4py: expected it to be installed for the 3 ranks") == (rank == 0)
 
 
-def test_a_pipe_that_closes_ends_a_command_without_a_word(tmp_path):
+@pytest.mark.parametrize("command", ["simulate --ranks 2 --n 1000 --algo dense --json", "doctor --json", "gain"])
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_pipe_that_closes_ends_a_command_without_a_word(command, buffered, tmp_path):
     """The row that could not be printed is saved."""
     read, write = os.pipe()
     os.close(read)
-    arguments = ["simulate", "--ranks", "2", "--n", "1000", "--algo", "dense", "--json", str(tmp_path / "rows.json")]
-    done = subprocess.run([sys.executable, "-m", "sparsecoll", *arguments], stdout=write, stderr=subprocess.PIPE)
+    arguments = [*command.split(), *([str(tmp_path / "rows.json")] if "json" in command else [])]
+    kept = os.environ | {"PYTHONUNBUFFERED": buffered}
+    command = [sys.executable, "-m", "sparsecoll", *arguments]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=kept)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
-    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1
+    if len(arguments) > 1:
+        saved = json.loads((tmp_path / "rows.json").read_text())
+        assert len(saved.get("rows") or saved["findings"]) == 1

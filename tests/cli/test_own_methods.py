@@ -238,6 +238,21 @@ def test_rows_have_the_density_that_they_name():
     named = {f"top {density}": compressors.TopKCompressor(density) for density in (0.01, 0.1)}
     few, many = bench.rows(4, named, n=10_000, repeat=1)
     assert 5 * few["bytes_received"] < many["bytes_received"] and (few["density"], many["density"]) == (0.01, 0.1)
+
+    class Late(compressors.schedule.Schedule):
+        end = 0.01
+
+        def at(self, step):
+            return 0.5 if step < 100 else 0.01
+
+        def settles_at(self):
+            return self.end
+
+    (same,) = bench.rows(4, [compressors.TopKCompressor(Late())], n=10_000, repeat=1)
+    assert same["bytes_received"] < 2 * few["bytes_received"] and json.dumps(same)
+    Late.end = None
+    with pytest.raises(ValueError, match="density: expected a number for 'topk', whose schedule has no end"):
+        bench.rows(4, [compressors.TopKCompressor(Late())], n=10_000, repeat=1)
     (later,) = bench.rows(4, [compressors.sgdtopk()], n=10_000, repeat=1)
     assert later["density"] == 0.01 and later["bytes_received"] < 2 * few["bytes_received"]
     with pytest.raises(ValueError, match=r"algo: expected density instead of k, which it would override, got OkTopk"):

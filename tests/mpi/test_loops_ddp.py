@@ -52,6 +52,20 @@ def test_layers_may_be_frozen_after_ddp_was_made(comm):
     assert alike(comm, run.values())
 
 
+def test_nothing_is_lost_while_other_layers_are_trained(comm):
+    run = Run(HOOK, comm, net, plain_sgd, TOPK, find_unused_parameters=True)
+    ledger = Ledger(run)
+    taken = {name: torch.zeros_like(p) for name, p in ledger.named.items()}
+    for step, trained in enumerate([run.module[2:], run.module[2:], run.module[:2], run.module[2:], run.module]):
+        run.module.requires_grad_(False)
+        trained.requires_grad_(True)
+        train(run, [step])
+        for name, p in ledger.named.items():
+            taken[name] += 0 if p.grad is None else p.grad
+    expected = ledger._total(ledger.given)
+    torch.testing.assert_close(ledger._total(taken) + ledger._total(ledger._residuals()), expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize(
     "compressor", [efsignsgd(), RandomKCompressor(0.1), ACPSGD(2), oktopk(), dgc(0.1)], ids=lambda c: c.name
