@@ -62,7 +62,6 @@ class CLTk(Algorithm):
         self._calls += 1
 
         def at_indices(values: Vector) -> SparseVector:
-            assert isinstance(values, DenseVector)
             return SparseVector.from_sorted_unchecked(indices, values.values, x.length)
 
         return Reduction(at_indices(sums.value), lambda: at_indices(sums.contributed).drop_zeros())

@@ -78,12 +78,10 @@ class Dense(Algorithm):
             messages = _pairwise if channel.size == 2 or channel.transport.one_node else _ring
         reduction = messages(channel, x, local, edges)
         if isinstance(x, SparseVector) and marked:
-            assert isinstance(reduction.value, DenseVector)
-            reduction.value = reduction.value.stored()
+            reduction.value = reduction.value.stored()  # type: ignore[union-attr]
         elif isinstance(x, SparseVector):
             with channel.phase("pattern"):
                 bits = sum_counts(channel.transport, x.mask(), np.bitwise_or)
-            assert isinstance(reduction.value, DenseVector)
             reduction.value = reduction.value.select_mask(bits)
         return reduction
 

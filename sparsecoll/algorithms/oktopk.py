@@ -136,12 +136,10 @@ class OkTopk(Algorithm):
             value = self._balance_and_allgatherv(channel, final.drop_zeros(), largest, sizes).astype(x.dtype)
         self._calls += 1
 
-        def contributed() -> SparseVector:
+        def contributed() -> Vector:
             loss = Loss(channel, chosen.rounding_error(final))  # it stays with the owner of the region
             loss.restrict_to(value)
-            share = loss.subtract_from(x.intersect(value))
-            assert isinstance(share, SparseVector)
-            return share
+            return loss.subtract_from(x.intersect(value))
 
         return Reduction(value, contributed)
 

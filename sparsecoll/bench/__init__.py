@@ -71,8 +71,7 @@ def rows(
         own = own.settles_at() if hasattr(own, "settles_at") else own
         if own is None:
             raise ValueError(f"density: expected a number for {name!r}, whose schedule has no end, got none")
-        densities = _several(own)
-        some += [replace(c, label=name) for c in calls([algo], densities, [format], [value_dtype])]
+        some += [replace(c, label=name) for c in calls([algo], _several(own), [format], [value_dtype])]
     if isinstance(comm, (int, list, tuple, range)):
         more = repeat, network, ranks_per_node
         return [simulated(P, length, c, *more) for P in _several(comm) for length in lengths for c in some]

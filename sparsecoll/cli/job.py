@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+from sparsecoll.cli.arguments import fail
 from sparsecoll.transport import default_comm, launcher
 
 
@@ -31,16 +32,11 @@ def under_torchrun() -> bool:
 
 
 def check_mpi4py() -> None:
-    """Raise if an mpirun has started this process, and mpi4py is missing.
-
-    Raises:
-        ValueError: mpi4py is missing, so that each process would be a job of one rank.
-    """
+    """End the program if an mpirun has started it, and mpi4py is missing: each process would be a job of one rank."""
     variable, processes = launcher.processes()
     if processes > 1 and variable != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:
-        error = ValueError(
+        fail(
             f"mpi4py: expected it to be installed for the {processes} ranks of the job (from {variable}), got none:"
-            " pip install mpi4py, or start the job with torchrun"
+            " pip install mpi4py, or start the job with torchrun",
+            1,
         )
-        error.on_all_ranks = True  # type: ignore[attr-defined]
-        raise error

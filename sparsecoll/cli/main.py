@@ -104,7 +104,8 @@ def _bench_on(comm: Any, options: argparse.Namespace) -> None:
     rank, given, dtype = as_transport(comm).rank, None, np.dtype(np.float32)
     with _checking_arguments():
         if options.gradient:
-            given = _everywhere(comm, partial(timing.from_file, options.gradient, rank), _type_of)
+            read = partial(timing.from_file, options.gradient, rank)
+            given = _everywhere(comm, read, lambda given: {"length": given.n, "dtype": given.base.dtype.name})
             dtype = given.base.dtype
         if MPI_ALLREDUCE in options.algo and (not hasattr(comm, "Allreduce") or dtype == np.float16):
             _note(f"{MPI_ALLREDUCE} is left out, because {'MPI has no float16' if dtype == np.float16 else NOT_MPI}")
@@ -164,10 +165,6 @@ def _calls(options: argparse.Namespace, dtype: Any) -> list[timing.Call]:
 def _network(options: argparse.Namespace) -> Network:
     given = {name: getattr(options, name) for name in ("alpha", "beta") if getattr(options, name) is not None}
     return replace(NETWORKS[options.network], **given)
-
-
-def _type_of(given: timing.Gradients) -> dict[str, Any]:
-    return {"length": given.n, "dtype": given.base.dtype.name}
 
 
 def _everywhere(comm: Any, work: Callable[[], T], same: Callable[[T], dict[str, Any]] | None = None) -> T:

@@ -24,10 +24,10 @@ from sparsecoll.torch.reduction.state import UNNAMED, check_keys
 from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import JOINED, Options, Row, agreed, agreeing, communicator
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.tensors.layout import Layout, all_zero, device_of, in_memory_order, residual_dtype, takes_part
+from sparsecoll.torch.tensors.layout import Layout, device_of, in_memory_order, residual_dtype, takes_part
 from sparsecoll.torch.tensors.model import named
 from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
-from sparsecoll.transport.all_ranks import allgather, disseminate
+from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import in_background
 
@@ -244,10 +244,11 @@ class HookState:
     def _mean(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
         scale, values, keeps = self._scale(compressor), grads.buffer(), compressor.keeps_gradient
-        absent = {name for name, view in bucket.layout.split(values).items() if keeps and all_zero(view)}
+        used = bucket.nonzero(values) if keeps else np.empty(0, np.uint8)
         bucket.reduce_flat(self.transport, compressor, values, values, 1 / scale, scale)
         if keeps:
-            self._leave_out(bucket.layout, compressor, absent, values)
+            for part in self._replica.call("used", lambda _: bucket.leave_out(self.transport, used), "agree"):
+                values[part].zero_()  # DDP would throw away the means of parameters without a gradient on any rank
         return values
 
     def _verify(self) -> None:
@@ -258,16 +259,6 @@ class HookState:
         if self._steps.unverified and not self._joined:
             self._replica.compare_if_due()
         self._steps.unverified = False
-
-    def _leave_out(self, layout: Layout, compressor: Compressor, absent: set[str], mean: torch.Tensor) -> None:
-        """Set means to zero for parameters without a gradient on any rank, since DDP would throw them away."""
-        mine = np.packbits(np.array([name not in absent for name in layout.names], np.uint8))
-        anywhere = self._replica.call("used", lambda _: disseminate(self.transport, mine, np.bitwise_or), "agree")
-        used = np.unpackbits(anywhere, count=len(layout.names)).tolist()
-        unused = {name for name, is_used in zip(layout.names, used, strict=True) if not is_used}
-        compressor.versions.exclude(unused)
-        for name in unused:
-            layout.part(mean, name).zero_()
 
     def _end(self, joined: bool) -> None:
         """Accept the reduction after its last bucket, if it succeeded on all ranks."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from sharded_models import (
+    HYBRID,
     LAYOUTS,
     MIDDLE,
     TORCHRUN,
@@ -129,6 +130,30 @@ def test_layers_that_are_frozen_or_unused(comm, nodes):
     optimizer.step()
     optimizer.zero_grad()
     conserved(model, reductions, [0, 1], before)
+
+
+class Idle(torch.nn.Module):
+    """Two parameters in one group, and in one bucket of codes, one of which is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = (torch.nn.Parameter(torch.ones(8, 6)) for _ in range(2))
+
+    def forward(self, x):
+        return x @ self.used.T
+
+
+@pytest.mark.parametrize("nodes", HYBRID)
+def test_noise_of_codes_without_a_zero_moves_no_unused_parameter(comm, nodes):
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.efsignsgd(), Idle())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.0)
+    for step in range(4):
+        model(batch(comm.rank, step)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    used, idle = whole(model.parameters())
+    assert (idle == 1).all() and (used != 1).any()
+    assert not reductions.state_dict()["tensors"]["residual"]["idle"].full_tensor().any()
 
 
 @LAYOUTS

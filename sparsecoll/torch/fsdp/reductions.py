@@ -177,7 +177,10 @@ class ShardedReductions:
                     )
                 scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
                 before, after = (factor / (divisor * scale), divisor * scale) if keeps else (1.0, factor)
+                moved = None if compressor.keeps_zeros or self._scattered else bucket.nonzero(values)
                 bucket.reduce_flat(self._transport, compressor, values, out, before, after)
+                for place in () if moved is None else bucket.leave_out(self._transport, moved):
+                    out[place].zero_()
                 if keeps:  # the buffer holds the residual now, whose padding codes without a zero may have set
                     residual = layout.split(bucket.gradient_buffer().tensor)
                     for part in self._groups[layout.index].padding(residual, self._parts):

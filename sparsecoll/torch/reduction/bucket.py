@@ -7,14 +7,17 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.compressors.versions import Versions
-from sparsecoll.torch.tensors.layout import CPU, Array, Layout
+from sparsecoll.torch.tensors.layout import CPU, Array, Layout, all_zero
 from sparsecoll.torch.tensors.model import is_finite
 from sparsecoll.transport import Transport
+from sparsecoll.transport.all_ranks import disseminate
 
 # by parameter: its new gradient, and memory and offset of the old one, where others may have this memory
 NewGrads = dict[str, tuple[torch.Tensor, tuple[Callable[[], Any], Any] | None]]
@@ -190,6 +193,18 @@ class Bucket:
         if not compressor.communicates:  # the means are this rank's gradients
             self.mean = self.gradient if self.source is None else self.source
 
+    def nonzero(self, values: torch.Tensor) -> NDArray[np.uint8]:
+        """Return a bit for each parameter: whether it has other values than zeros."""
+        return np.packbits(np.array([not all_zero(view) for view in self.layout.split(values).values()], np.uint8))
+
+    def leave_out(self, transport: Transport, nonzero: NDArray[np.uint8]) -> list[slice]:
+        """Restore the state of parameters that are not `nonzero` on any rank; return their places. Collective."""
+        names = self.layout.names
+        used = np.unpackbits(disseminate(transport, nonzero, np.bitwise_or), count=len(names)).tolist()
+        unused = {name for name, is_used in zip(names, used, strict=True) if not is_used}
+        self.versions.exclude(unused)
+        return self.layout.slices(unused)
+
     def message(self, compressor: Compressor, transport: Transport) -> tuple[Any, Array]:
         """Return this rank's message of the gradients, as `compress` returns it, and as bytes."""
         assert self.gradient is not None
@@ -232,6 +247,7 @@ class Bucket:
 
     def drop(self) -> None:
         """Drop the reduction."""
+        self.layout.device.wait_stream()  # which may still write to memory that is free then
         self.versions.drop()
         self.gradient = self.source = self.mean = self._reduced = None
 

@@ -241,7 +241,6 @@ class Buckets:
     def drop(self) -> None:
         """Drop the reduction: trial states are discarded."""
         for bucket, _ in self:
-            bucket.layout.device.wait_stream()  # which may still write to memory that is free now
             bucket.drop()
 
     def commit(self) -> None:

@@ -248,7 +248,10 @@ class Means(Window):
                     if compressor.sends_at_once:
                         send((bucket, compressor))
                     else:
+                        changed = None if compressor.keeps_zeros else bucket.nonzero(bucket.gradient_buffer().tensor)
                         bucket.reduce(transport, compressor)
+                        for part in () if changed is None else bucket.leave_out(transport, changed):
+                            bucket.mean.tensor[part].zero_()  # type: ignore[union-attr]
                         check_mean(bucket)
                 if len(sent) > UNDER_WAY:
                     receive()

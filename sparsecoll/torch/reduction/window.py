@@ -206,7 +206,6 @@ class Window(Owner):
 
     def _drop(self, mean: Mean) -> None:
         for bucket, _ in mean.buckets:
-            bucket.layout.device.wait_stream()  # which may still write to memory that is free now
             bucket.drop()
 
     # -- saved state
