@@ -68,8 +68,7 @@ def rows(
     some = []
     for name, algo in named.items():
         own = getattr(algo, "density", 0.01) if density is None else density
-        own = own.settles_at() if hasattr(own, "settles_at") else own
-        if own is None:
+        if hasattr(own, "settles_at") and (own := own.settles_at()) is None:
             raise ValueError(f"density: expected a number for {name!r}, whose schedule has no end, got none")
         some += [replace(c, label=name) for c in calls([algo], _several(own), [format], [value_dtype])]
     if isinstance(comm, (int, list, tuple, range)):
