@@ -105,6 +105,24 @@ def test_a_rank_that_waits_is_told_of_another_one_after_its_own_threads_have_met
     assert run(2, program) == [None, None]
 
 
+def interrupted(submit, wait):
+    """`submit` of a worker, for a call whose caller is interrupted after wait()."""
+
+    def submitted(call):
+        future = submit(call)
+        result = future.result
+
+        def stop(*given):
+            wait()
+            future.result = result
+            raise KeyboardInterrupt
+
+        future.result = stop
+        return future
+
+    return submitted
+
+
 def test_a_blocking_call_in_the_worker_that_is_interrupted_is_no_silent_one(monkeypatch):
     """As by a signal handler that raises, while the worker of nonblocking calls makes the call."""
 
@@ -116,20 +134,7 @@ def test_a_blocking_call_in_the_worker_that_is_interrupted_is_no_silent_one(monk
             held.goes_on.set()
         else:
             submit = transport.worker.submit
-
-            def interrupted(call):
-                future = submit(call)
-                result = future.result
-
-                def stop(*given):
-                    assert held.begun.wait(60)
-                    future.result = result
-                    raise KeyboardInterrupt
-
-                future.result = stop
-                return future
-
-            transport.worker.submit = interrupted
+            transport.worker.submit = interrupted(submit, lambda: held.begun.wait(60))
             with pytest.raises(KeyboardInterrupt):
                 sparsecoll.allreduce(transport, x, held)
             transport.worker.submit = submit
@@ -154,20 +159,7 @@ def test_a_call_in_the_worker_that_is_interrupted_ends_although_another_rank_doe
             assert over.wait(60)
             return
         submit = transport.worker.submit
-
-        def interrupted(call):
-            future = submit(call)
-            result = future.result
-
-            def stop(*given):
-                time.sleep(0.2)  # the call waits for rank 1
-                future.result = result
-                raise KeyboardInterrupt
-
-            future.result = stop
-            return future
-
-        transport.worker.submit = interrupted
+        transport.worker.submit = interrupted(submit, lambda: time.sleep(0.2))  # the call waits for rank 1
         with pytest.raises(KeyboardInterrupt):
             sparsecoll.allreduce(transport, x)
         transport.worker.submit, start = submit, time.monotonic()
