@@ -17,15 +17,12 @@ class Mean:
     """Takes one step of training with a gradient, which is nearly square for low ranks.
 
     A call returns bytes sent and received, messages sent, and NaN for the entries, which are not counted.
-
-    Attributes:
-        seconds: of the last call by kind of work, most of it on the progress thread.
     """
 
     def __init__(self, comm: Any, compressor: Compressor) -> None:
         self._comm, self._compressor = comm, compressor
         self._trained: tuple[torch.nn.Parameter, DistributedOptimizer] | None = None
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # of the last call by kind of work, most of it on the progress thread
 
     def __call__(self, vector: NDArray[Any]) -> tuple[float, float, float, float]:
         if self._trained is None:

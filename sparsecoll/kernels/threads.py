@@ -54,9 +54,8 @@ def cores(process: int = 0) -> int:
 def allowed() -> int:
     """The number of threads that share a long pass: SPARSECOLL_THREADS, or the idle cores of a rank, at most MOST.
 
-    Ranks share the cores of the launcher, their parent process, so that the threads of all ranks of a node do not
-    exceed them; a rank that is bound to some of them uses no others. It is 1 where no launcher tells how many ranks
-    there are.
+    Ranks share the cores of the launcher, their parent process; one that is bound to some of them uses no others. It is
+    1 where no launcher tells how many ranks there are.
 
     Raises:
         ValueError: SPARSECOLL_THREADS is not an integer of at least 1.

@@ -44,15 +44,14 @@ class Entries(Values):
     _kind = ENTRIES
 
     def __init__(self, indices: Any, values: Any, length: int) -> None:
-        kind = self._kind
-        self.indices, self._array, self.length = pairs(indices, values, length, kind)
+        self.indices, self._array, self.length = pairs(indices, values, length, self._kind)
         position = kernels_of(self._array).first_unsorted(self.indices, self.length)
         if position >= 0:
             before, index = int(self.indices[position - 1]), int(self.indices[position])
             what = "repeated" if before == index else "unsorted"
             raise ValueError(
-                f"{kind.indices}: expected strictly ascending, got {what}: {before} at position {position - 1}, then"
-                f" {index}; {kind.name}.from_pairs takes them in any order"
+                f"{self._kind.indices}: expected strictly ascending, got {what}: {before} at position {position - 1},"
+                f" then {index}; {self._kind.name}.from_pairs takes them in any order"
             )
 
     @classmethod

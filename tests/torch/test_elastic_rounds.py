@@ -4,6 +4,7 @@ import copy
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -208,3 +209,52 @@ def test_a_nan_raises_on_its_worker_alone():
 
     together(fails_once, lambda: step(q, second))
     assert p.tolist() == q.tolist() == [-2.0] * 3 and sorted(group.contributors) == ["a", "b"]
+
+
+def test_a_weight_that_overflows_raises_on_its_worker_alone():
+    """Before its message is in a round, which no worker could take."""
+    store, weights = dist.HashStore(), [1e6, 1.0]
+    (p, first, group), (q, second, _) = (
+        worker(store, "a", weight=lambda: weights[0]),
+        worker(store, "b", weight=lambda: 1.0),
+    )
+
+    def fails_once():
+        p.grad = torch.full_like(p, 1e34)
+        with pytest.raises(NonFiniteError, match="weight: expected a finite weight"):
+            first.step()
+        first.discard()
+        weights[0] = 1.0
+        step(p, first)
+
+    together(fails_once, lambda: step(q, second))
+    assert p.tolist() == q.tolist() == [-1.0] * 3 and sorted(group.contributors) == ["a", "b"]
+
+
+def test_a_slow_worker_replaces_no_newer_state():
+    groups = [ElasticGroup(dist.PrefixStore("x", store), name=name) for store in [dist.HashStore()] for name in "ab"]
+    groups[0].enter("{}")
+    groups[0].publish(0, lambda: b"0", 0)
+    groups[1].enter("{}")
+    for group, number in zip(reversed(groups), (2, 1), strict=True):
+        group._waits[-1], group.contributors = 1 << 30, [group.name]
+        group.publish(number, str(number).encode, 0)
+    assert bytes(groups[0].newest()) == b"2" and groups[0].number == 2
+
+
+def test_states_hold_no_number_of_numpy():
+    """Such as a schedule's, which torch.load refuses."""
+    store = dist.HashStore()
+    p, first, group = worker(store, "a", workers=1)
+    first._engine._outer.groups[0]["lr"] = np.float64(0.5)
+    group._waits[-1] = 1 << 30
+    step(p, first)
+    assert p.tolist() == [-0.5] * 3 and group.newest() and worker(store, "b")[0].tolist() == p.tolist()
+
+
+def test_frozen_integers_are_left_alone():
+    p, base = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.ones(3, dtype=torch.int8), False)
+    inner, group = torch.optim.SGD([p, base], 1.0), ElasticGroup(dist.HashStore())
+    optimizer = LocalOptimizer(inner, [("p", p), ("base", base)], group, every=1, dense_below=0)
+    step(p, optimizer)
+    assert p.tolist() == [-1.0] * 3 and base.tolist() == [1] * 3

@@ -3,6 +3,7 @@
 import copy
 import time
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -185,16 +186,19 @@ def test_a_worker_may_return_under_its_name_and_two_may_not_have_the_same():
         a.steps(4)
 
 
-def test_a_round_is_taken_with_the_rates_of_the_worker_that_closed_it():
+@pytest.mark.parametrize("adam", [False, True])
+def test_a_round_is_taken_with_the_rates_of_the_worker_that_closed_it(adam):
     store = dist.HashStore()
     p = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
 
     def work(rank):
         group = ElasticGroup(store, workers=2, name=f"worker {rank}")
-        outer = torch.optim.SGD([p[rank]], 1.0, momentum=0.5)
+        outer = torch.optim.AdamW([p[rank]], 1.0) if adam else torch.optim.SGD([p[rank]], 1.0, momentum=0.5)
         optimizer = LocalOptimizer(torch.optim.SGD([p[rank]], 1.0), [("p", p[rank])], group, every=1, outer=outer)
         for number in range(4):
-            outer.param_groups[0]["lr"] = 1.0 / (1 + number + rank)
+            outer.param_groups[0]["lr"] = np.float64(1.0 / (1 + number + rank))
+            if adam:
+                outer.param_groups[0]["betas"] = (0.5 + 0.1 * rank + 0.05 * number, 0.9)
             p[rank].grad = torch.ones(4)
             optimizer.step()
         return outer.param_groups[0]["lr"], float(p[rank].detach()[0])

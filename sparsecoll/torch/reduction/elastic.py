@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparsecoll.errors import CommunicationError
+from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.kernels.memory import asarray_like, to_host
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.means import Means, Trial, check_mean
@@ -19,16 +19,16 @@ from sparsecoll.torch.reduction.rounds import Contribution, ElasticGroup, Missed
 from sparsecoll.torch.reduction.state import LOCAL
 from sparsecoll.torch.replica.calls import LATE, Outcome
 from sparsecoll.torch.tensors.layout import takes_part
-from sparsecoll.torch.tensors.model import Named, are_equal
+from sparsecoll.torch.tensors.model import Named, are_equal, is_finite
 from sparsecoll.transport.all_ranks import joined, separated
 
 BEHIND = LATE << 8  # a flag: the messages of a mean are gone, among which was this worker's
 
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an optimizer's group, numbers and switches."""
-    options = {name: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for name, v in group.items()}
-    return {name: v for name, v in options.items() if isinstance(v, (bool, int, float))}
+    """Return the options of an optimizer's group: numbers, pairs of them, and switches."""
+    own = {**group} | {k: v.item() for k, v in group.items() if math.prod(getattr(v, "shape", (0,))) == 1}
+    return {k: v for k, v in own.items() if isinstance(v[0] if isinstance(v, tuple) and v else v, (bool, int, float))}
 
 
 def dumped(what: dict[str, Any]) -> bytes:
@@ -190,7 +190,8 @@ class ElasticMeans(Means):
 
     def _make_buckets(self, flags: int) -> None:
         self._buckets.order = []  # of a loaded state, which others may not have
-        self._buckets.make(set(self._params))  # those that are frozen may not be so elsewhere, or later
+        # those that are frozen may not be so elsewhere, or later
+        self._buckets.make({name for name, p in self._params.items() if p.is_floating_point()})
 
     def _form(self, trial: Trial) -> tuple[Outcome, float]:
         number, buckets, _, weight, failed, take, _ = trial
@@ -201,6 +202,8 @@ class ElasticMeans(Means):
         for bucket, compressor in buckets:
             with bucket.layout.device.stream_context():
                 take(bucket, compressor)
+                if not is_finite(bucket.gradient_buffer().tensor):  # all would raise in each attempt
+                    raise NonFiniteError("weight: expected a finite weight * change of parameters, got an overflow")
                 sent, block = bucket.message(compressor, self.replica.transport)
                 own.append((sent, block, to_host(block)))
         message = joined([block for *_, block in own])
@@ -265,7 +268,7 @@ class ElasticMeans(Means):
         given, groups = self._options.pop(number, None), self._outer.groups
         before = [dict(group) for group in groups]
         for group, options in zip(groups, given or (), strict=False):
-            group.update(options)
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
         try:
             return super()._take()
         finally:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparsecoll.errors import check_integer, check_number
@@ -152,6 +153,8 @@ class OuterOptimizers:
 
     def state_dict(self) -> Any:
         """Return the state, that of one optimizer or a list."""
+        for group in self.groups:  # torch.load refuses NumPy's numbers, as of a schedule
+            group.update({name: v.item() for name, v in group.items() if isinstance(v, np.generic)})
         states = [own.state_dict() for own in self.optimizers]
         return states[0] if len(states) == 1 else states
 

@@ -281,6 +281,8 @@ class ElasticGroup:
             return
         place = f"{number}/{self.name}"
         known = (self._get("state") or b"").decode()
+        if number and known and number <= number_of(known):  # this worker is slow
+            return
         before = known or place
         kept = (self._get("kept") or before.encode()).decode()  # nothing if a worker has died before it was set
         self._write(f"state/{place}", state())
