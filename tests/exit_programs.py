@@ -141,6 +141,34 @@ def finalized(pending):
         request.wait()
 
 
+def gathered(end):
+    """The others send to the last one more than MPI sends ahead; from the second call on, nothing else is sent."""
+    x = SparseVector(np.arange(300_000), np.ones(300_000), 600_000)
+    sparsecoll.gather(COMM, x, root=LAST)
+    if RANK != LAST:
+        tell(lambda: sparsecoll.gather(COMM, x, root=LAST))
+        sys.exit(5)
+    end()
+
+
+def freed():
+    """An exception leaves the block that frees the communicator, on the last rank only."""
+    own = COMM.Dup()
+    try:
+        for step in range(10):
+            if RANK != LAST:
+                time.sleep(0.05 * RANK)
+            if step == 3 and RANK == LAST:
+                raises()
+            call(own)
+        say(f"<rank {RANK}: done>")
+    except sparsecoll.CommunicationError as error:
+        say(f"<rank {RANK}: {error}>")
+        sys.exit(5)
+    finally:
+        own.Free()
+
+
 def early():
     """The last rank returns from its program before the others."""
     others(forever)
@@ -355,6 +383,9 @@ CASES = {
     "plan": plan,
     "plainly": lambda: raises(others(forever)),
     "early": early,
+    "gathered": lambda: gathered(raises),
+    "gathered, ends": lambda: gathered(lambda: None),
+    "freed": freed,
     "finalized": lambda: finalized(False),
     "pending, finalized": lambda: finalized(True),
     "ddp, loss": lambda: ddp(in_loss),

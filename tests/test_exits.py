@@ -24,6 +24,8 @@ ENDS = {
     "plan": (1, True),
     "plainly": (1, True),
     "early": (0, True),
+    "gathered": (1, True),
+    "gathered, ends": (0, True),
     "ddp, loss": (1, True),
     "ddp, hook": (1, True),
     "optimizer, loss": (1, True),
@@ -38,7 +40,7 @@ ENDS = {
     "forked": (0, False),
     "interrupted": (-2, True),
 }
-OVER_MPI = {**ENDS, "finalized": (0, True), "pending, finalized": (0, False)}
+OVER_MPI = {**ENDS, "finalized": (0, True), "pending, finalized": (0, False), "freed": (1, True)}
 TOGETHER = [
     f"together, {order}, {end}"
     for order in ("gms", "mgs", "gsm")
@@ -47,6 +49,7 @@ TOGETHER = [
 SOME = ["outstanding, raises", "ddp, hook", "daemon", "interrupted", "works on"]
 SILENT = ("finalizers, one", "pending, finalized")  # where other ranks have nothing to say
 SOME_OVER_MPI = ["outstanding, raises", "matched", "finalized", "pending, finalized", "thread, raises", TOGETHER[6]]
+SOME_OVER_MPI += ["gathered", "freed"]
 
 
 def told(text):

@@ -30,10 +30,11 @@ _free: dict[int, list[NDArray[np.uint8]]] = {}  # by size, in the order in which
 _total = [0]  # bytes in _free; both are changed only while the lock is held
 
 
-def _rounded_size(size: int) -> int:
-    """The bytes to allocate: `size` rounded up to one of eight steps per power of two."""
+def _fitting(size: int) -> range:
+    """The bytes of blocks that hold `size` bytes, of less than twice as many: eight steps per power of two."""
     step = 1 << max(size.bit_length() - 4, 12)
-    return -(-size // step) * step
+    rounded = -(-size // step) * step
+    return range(rounded, 2 * rounded, step)
 
 
 def _file_returned(free: Any = _free, returned: Any = _returned, total: Any = _total, limit: int = RETAINED) -> None:
@@ -155,18 +156,19 @@ def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
     nbytes = size * dtype.itemsize
     if nbytes < SMALLEST:
         return np.empty(size, dtype)
-    rounded, raw = _rounded_size(nbytes), None
+    fitting, raw = _fitting(nbytes), None
     if _lock.acquire(blocking=False):  # otherwise another thread is inside, or what a signal handler has interrupted
         try:
             _file_returned()
-            if rounded in _free:
-                raw = _free[rounded].pop()
-                _total[0] -= rounded
-                if not _free[rounded]:
-                    del _free[rounded]
+            found = next((size for size in fitting if size in _free), None)
+            if found is not None:
+                raw = _free[found].pop()
+                _total[0] -= found
+                if not _free[found]:
+                    del _free[found]
         finally:
             _lock.release()
-    return np.asarray(_Block(_aligned(rounded) if raw is None else raw))[:nbytes].view(dtype)
+    return np.asarray(_Block(_aligned(fitting[0]) if raw is None else raw))[:nbytes].view(dtype)
 
 
 def filled(size: int, dtype: Any, kernel: Callable[..., object], *arguments: Any) -> NDArray[Any]:

@@ -85,7 +85,17 @@ def test_a_forked_process_begins_anew():
 
 def test_rounding_wastes_at_most_an_eighth():
     for size in (memory.SMALLEST, memory.SMALLEST + 1, 10**6, 2**24 - 1, 2**24 + 1, 10**8 + 7):
-        assert size <= memory._rounded_size(size) <= size * 1.13 + 4096
+        fitting = memory._fitting(size)
+        assert size <= fitting[0] <= size * 1.13 + 4096 and fitting[-1] < 2 * fitting[0]
+
+
+def test_an_array_takes_the_memory_of_one_that_was_less_than_twice_as_large():
+    place = address(memory.empty(1_900_000, np.uint8))
+    small = memory.empty(1_000_000, np.uint8)
+    assert address(small) == place and small.size == 1_000_000
+    del small
+    assert address(memory.empty(900_000, np.uint8)) != place  # in whose memory half would be idle
+    assert address(memory.empty(1_900_000, np.uint8)) == place
 
 
 def test_threads_never_share():

@@ -96,14 +96,22 @@ class Comm:
         world.pause()
         return Request(world, message)
 
+    def _first(self, source, tag):
+        world = self._world
+        sources = range(world.size) if source == MPI.ANY_SOURCE else [source]
+        found = [(peer, m) for peer in sources for m in self._queues[peer][self.rank] if tag in (MPI.ANY_TAG, m.tag)]
+        late = not found or found[0][1].arrival > world.seconds or world.random.random() < world.short
+        return None if late else found[0]
+
+    def Iprobe(self, source, tag):
+        return self._first(source, tag) is not None
+
     def Improbe(self, source, tag, status):
         world = self._world
         world.reach("probe")
-        sources = range(world.size) if source == MPI.ANY_SOURCE else [source]
-        found = [(peer, m) for peer in sources for m in self._queues[peer][self.rank] if tag in (MPI.ANY_TAG, m.tag)]
-        if not found or found[0][1].arrival > world.seconds or world.random.random() < world.short:
+        if (found := self._first(source, tag)) is None:
             return None
-        peer, message = found[0]
+        peer, message = found
         self._queues[peer][self.rank].remove(message)
         status.Set_source(peer)
         status.Set_tag(message.tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from functools import partial
 from typing import Any, cast
@@ -15,6 +16,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.transport import process
 from sparsecoll.transport.mpi.transport import CALL_BEFORE, FINALIZED, MpiTransport
 from sparsecoll.transport.mpi.waiting import Waiter
+from sparsecoll.transport.tags import report_of
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Abandoned, out_of_use
 
 _lock = threading.Lock()
@@ -114,9 +116,13 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> N
     if transport.worker is not None:
         transport.worker.close()
         transport.worker = None
-    if transport.broken:  # a new communicator would receive the messages left in it
+    finalized, error = MPI.Is_finalized(), sys.exc_info()[1] if transport.size > 1 else None
+    if error is not None and not (finalized or transport.broken):  # the others may go on with their calls
+        transport.broken = f"rank {transport.rank} has freed it after {error!r}"
+        transport.revoke(report_of(transport.broken))
+    if transport.broken or (not finalized and transport.is_revoked()):  # another one would receive messages left in it
         _kept.append(transport)
-    elif not MPI.Is_finalized():
+    elif not finalized:
         transport.comm.Free()
     transport.close()
 

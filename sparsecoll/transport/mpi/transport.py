@@ -21,7 +21,17 @@ from sparsecoll.transport.launcher import machine
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.messages import IncomingMessage
 from sparsecoll.transport.mpi.waiting import Waiter
-from sparsecoll.transport.tags import ERROR_TAG, FIRST_TAG, NUMBERS, PHASES, STALL_TAG, parts_of, report_of
+from sparsecoll.transport.tags import (
+    ERROR_TAG,
+    FIRST_TAG,
+    NUMBERS,
+    PHASES,
+    REVOKE_TAG,
+    STALL_TAG,
+    CallMismatch,
+    parts_of,
+    report_of,
+)
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED
 
 T = TypeVar("T")
@@ -142,6 +152,15 @@ class MpiTransport(Transport):
 
     # -- ranks in different calls
 
+    def stalled(self, awaited: Callable[[], Any], first: bool) -> None:
+        super().stalled(awaited, first)
+        if self.is_revoked():  # which a rank that waits for its own sends would not receive
+            raise CallMismatch("a rank has revoked the communicator")
+
+    def is_revoked(self) -> bool:
+        """Return whether a rank has revoked the communicator by a report that has not been received."""
+        return self.comm.Iprobe(MPI.ANY_SOURCE, 2 * REVOKE_TAG)
+
     def _notify(self, peer: int, message: Buffer) -> None:
         def start() -> None:
             self._notices_sent = [sent for sent in self._notices_sent if not sent[0].Test()]
@@ -185,7 +204,8 @@ class MpiTransport(Transport):
             if not arrived:
                 waiter.pause()
         self._kept.pop()
-        self.waitall()
+        with contextlib.suppress(CallMismatch):  # a rank that has reported may revoke the communicator later
+            self.waitall()
 
     def revoke(self, report: Buffer) -> None:
         with contextlib.suppress(CommunicationError):

@@ -16,7 +16,7 @@ from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.tags import FIRST_TAG, STALL_TAG, CallMismatch
+from sparsecoll.transport.tags import FIRST_TAG, REVOKE_TAG, STALL_TAG, CallMismatch
 from sparsecoll.transport.tcp.connection import Connection, Disconnected, IncomingMessage
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Watchdog
 
@@ -235,6 +235,8 @@ class TcpTransport(Transport):
             with contextlib.suppress(Disconnected):
                 while (tag := connection.next_tag()) == STALL_TAG and connection.poll():
                     self._keep_notice(connection.peer, connection.take().buffer)
+            if tag == REVOKE_TAG:  # which a rank that waits for its own sends would not receive
+                raise CallMismatch(f"rank {connection.peer} has revoked the communicator")
             if tag >= FIRST_TAG:
                 self.notices[connection.peer] = tag
 
