@@ -23,7 +23,7 @@ class Hierarchical(Algorithm):
     3. Inside: the first rank sends the result to every rank of its node, with one bit for each entry that the rank
        sent: whether it contributed. What rounding or truncation removed from the node's sum stays with the first rank.
 
-    Nodes are found by MPI_Comm_split_type(MPI_COMM_TYPE_SHARED); on the simulator by `ranks_per_node`.
+    Nodes are told by host name and boot id; on the simulator by `ranks_per_node`.
 
     Volume between nodes: that of `inner`, where P is the number of nodes and k the number of entries of a node's sum
     (at most k times the ranks of the node). Inside: 2k words from each other rank to the first one, and the result

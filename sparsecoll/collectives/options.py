@@ -176,8 +176,8 @@ class CallOptions:
         if not isinstance(x, RowSparse):
             if self.k is not None or self.density is not None or self.format != "auto" or return_reduction:
                 return None
-            named = isinstance(algo, str) and algo in ROW_ALGORITHMS
-            if not (named or (isinstance(algo, Algorithm) and algo.takes_rows)):
+            own = isinstance(algo, Algorithm) and algo.takes_rows and algo.k is None and algo.selector is None
+            if not (own or (isinstance(algo, str) and algo in ROW_ALGORITHMS)):
                 return None
         return convert.to_rows(x)
 

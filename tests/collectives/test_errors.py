@@ -36,6 +36,7 @@ WRONG = {  # call -> name -> (arguments of a rank, text); 3 ranks
             lambda rank: {"x": X.to_dense()},
             "rank 0: x: expected a sparse one to split, or a list such as np.array",
         ),
+        "rows": (lambda rank: {"x": sparsecoll.RowSparse([1], np.ones((1, 2)), 5)}, r"RowSparse.*scatter: a list"),
         "boundaries": (lambda rank: {"x": X, "boundaries": [0, 9, 5, N]}, "boundaries: expected 4 ascending ones"),
         "both": (lambda rank: {"x": [X] * 3, "boundaries": [0, 1, 2, N]}, "boundaries: expected None for a list"),
     },

@@ -146,6 +146,13 @@ def test_hybrid_tensors_of_torch_are_rows(outer, inner):
         received = sparsecoll.traffic(comm).phases["split"].bytes_received
         return y, z, sparsecoll.reduce_scatter(comm, x, owner="hash"), received
 
+    def selected(comm, x):
+        own = sparsecoll.Allgather(k=3)
+        plan = sparsecoll.allreduce_init(comm, x, own)
+        return [sparsecoll.allreduce(comm, x, own), sparsecoll.allreduce(comm, x, "allgather", k=3), plan(x)]
+
+    for rows in simulate(3, lambda comm: [y.to_dense() for y in selected(comm, tensor(comm.rank))]).results:
+        assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
     expected = sum(tensor(rank).to_dense() for rank in range(3))
     results = simulate(3, program).results
     for y, z, _, _ in results:

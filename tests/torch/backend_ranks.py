@@ -92,6 +92,10 @@ def check_few_bits(exact):
         ragged = torch.ones(n // 8, 8) if dist.get_rank() % 2 else torch.ones(8, n // 8).T  # contiguous on some ranks
         dist.all_reduce(ragged, group=group)
         assert torch.allclose(ragged, torch.full((n // 8, 8), float(size)))
+        whole = torch.ones(n, dtype=torch.complex64) * (1 / 3 + 1j)
+        dist.all_reduce(total := whole.clone(), group=group)
+        dist.all_reduce(whole, group=exact)
+        assert total.equal(whole)
         overflow = torch.ones(n)
         overflow[3] = float("inf") if dist.get_rank() == 1 else 1
         dist.all_reduce(overflow, group=group)

@@ -70,6 +70,40 @@ def test_accumulation_without_no_sync_is_one_large_batch_too(compressor, overlap
         torch.testing.assert_close(2 * moved + sum(r[1][i] for r in results), sum(r[0][i] for r in results))
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_that_were_discarded_are_not_reduced_again(overlap):
+    """In a loop that sets gradients to zero at its end, or not at all."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(
+            inner, model, comm, TopKCompressor(0.1, algo="allgather"), bucket_bytes=2000, overlap=overlap, dense_below=0
+        )
+        start, given = parameters(model), [torch.zeros_like(p) for p in model.parameters()]
+        for step in range(6):
+            loss = loss_of(model, batch(comm.rank, step))
+            gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            loss.backward()
+            if not overlap:
+                optimizer.synchronize()
+            if step % 2:
+                optimizer.discard()
+                assert all(p.grad is None for p in model.parameters())
+                continue
+            for total, g in zip(given, gradients, strict=True):
+                total += g
+            optimizer.step()
+            optimizer.zero_grad()
+        held = residuals(optimizer)
+        kept = [held.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
+        return given, kept, [(a - b) / 0.1 for a, b in zip(start, parameters(model), strict=True)]
+
+    results = simulate(2, program).results
+    for i, moved in enumerate(results[0][2]):
+        torch.testing.assert_close(2 * moved + sum(r[1][i] for r in results), sum(r[0][i] for r in results))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("thrown_away", [False, True])
 @pytest.mark.parametrize("way", ["create_graph", "rows"])

@@ -195,14 +195,15 @@ def test_a_group_is_of_one_optimizer_after_join_too():
         LocalOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], group, every=1, dense_below=0)
 
 
-def test_a_nan_raises_on_its_worker_alone():
+@pytest.mark.parametrize("compressor", ["none", "chunktopk"])
+def test_a_nan_raises_on_its_worker_alone(compressor):
     store = dist.HashStore()
-    (p, first, group), (q, second, _) = worker(store, "a"), worker(store, "b")
+    (p, first, group), (q, second, _) = (worker(store, name, compressor=compressor) for name in "ab")
     together(lambda: step(p, first), lambda: step(q, second))
 
     def fails_once():
         p.grad = torch.full_like(p, float("nan"))
-        with pytest.raises(NonFiniteError):
+        with pytest.raises(NonFiniteError, match="change of parameter 'p': expected finite values"):
             first.step()
         first.discard()
         step(p, first)

@@ -198,13 +198,31 @@ def test_a_round_is_taken_with_the_rates_of_the_worker_that_closed_it(adam):
         for number in range(4):
             outer.param_groups[0]["lr"] = np.float64(1.0 / (1 + number + rank))
             if adam:
-                outer.param_groups[0]["betas"] = (0.5 + 0.1 * rank + 0.05 * number, 0.9)
+                outer.param_groups[0]["betas"] = (0.5 + 0.1 * rank + 0.05 * number, np.float32(0.5))
             p[rank].grad = torch.ones(4)
             optimizer.step()
         return outer.param_groups[0]["lr"], float(p[rank].detach()[0])
 
     (first, own), (second, other) = together(lambda: work(0), lambda: work(1))
     assert own == other and (first, second) == (1 / 4, 1 / 5)
+
+
+def test_options_of_another_worker_are_those_of_its_round_alone():
+    store = dist.HashStore()
+    p = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+
+    def work(rank):
+        group, own = ElasticGroup(store, workers=2, name=f"worker {rank}"), (0.5 + 0.1 * rank, 0.5)
+        outer = torch.optim.AdamW([p[rank]])
+        optimizer = LocalOptimizer(torch.optim.SGD([p[rank]], 1.0), [("p", p[rank])], group, every=1, outer=outer)
+        outer.param_groups[0].update(lr=0.1 + rank, betas=own)
+        for _ in range(3):
+            p[rank].grad = torch.ones(4)
+            optimizer.step()
+        assert (outer.param_groups[0]["lr"], outer.param_groups[0]["betas"]) == (0.1 + rank, own)
+
+    together(lambda: work(0), lambda: work(1))
+    assert p[0].equal(p[1])
 
 
 def test_a_store_that_is_gone_is_named():

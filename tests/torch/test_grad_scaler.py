@@ -219,3 +219,21 @@ def test_ranks_have_one_scale_after_join():
 
     results = simulate(2, program).results
     assert results[0] == results[1] and results[0][0] == 256.0
+
+
+@pytest.mark.parametrize("compressor", ["none", "qsgd"])
+@pytest.mark.parametrize("how", ["scales", "unscale_"])
+def test_gradients_of_different_scales_are_refused_on_all_ranks(compressor, how):
+    """Their sum would be divided by another scale on each rank."""
+
+    def program(comm):
+        model = net(dtype=torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 if how == "scales" and comm.rank else 2.0**12)
+        optimizer = made(comm, model, scaler, compressor, overlap=False)
+        scaler.scale(loss_of(model, batch(comm.rank, 0, torch.float32))).backward()
+        if how == "unscale_" and comm.rank == 0:
+            scaler.unscale_(optimizer)
+        with pytest.raises(sparsecoll.CommunicationError, match="scale of gradients: expected the same value"):
+            scaler.step(optimizer)
+
+    simulate(2, program)

@@ -93,6 +93,24 @@ def test_states_of_two_runs_are_refused_on_all_ranks(make):
     assert going_on(make, lambda _: others[1], CommunicationError) == going_on(make)
 
 
+@pytest.mark.parametrize("make", [*GLOBAL.values()], ids=[*GLOBAL])
+def test_ranks_that_have_loaded_different_models_are_told_in_the_next_step(make):
+    """As where rank 0 alone has loaded a file, and the optimizer is expected to broadcast it."""
+
+    def program(comm):
+        model = net()
+        optimizer = make(model, comm)
+        train(comm, model, optimizer, range(4))
+        saved = copy.deepcopy(optimizer.state_dict())
+        if comm.rank == 0:
+            model.load_state_dict(net(seed=1).state_dict())
+        optimizer.load_state_dict(saved)
+        with pytest.raises(CommunicationError, match=r"got others than rank 0's in '\d\.\w+' on rank 1"):
+            train(comm, model, optimizer, range(4, 6))
+
+    simulate(2, program)
+
+
 def test_a_state_that_is_saved_as_a_step_ends_counts_it_once():
     """As a handler of a signal may do it."""
 

@@ -363,6 +363,16 @@ def test_maximizing_the_negated_loss_is_the_same():
     close(least, most)
 
 
+def test_all_new_ranks_get_the_mean_of_the_second_moments():
+    states = simulate(2, lambda comm: copy.deepcopy(trained(comm, WARM_UP)[1].state_dict())).results
+    squares = [state["sparsecoll"]["tensors"]["square"] for state in states]
+    for rank in range(5):
+        new = redistribute(states, rank, 5)["sparsecoll"]["tensors"]["square"]
+        for name in squares[0]:
+            close([new[name]], [(squares[0][name] + squares[1][name]) / 2], rtol=1e-6)
+            assert new[name].any()
+
+
 def test_fewer_ranks_get_a_divisor_for_noisier_means():
     states = simulate(4, lambda comm: copy.deepcopy(trained(comm, 2 * WARM_UP)[1].state_dict())).results
     old, fewer, more = (

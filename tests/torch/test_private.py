@@ -1,6 +1,7 @@
 """What the adapter uses of torch's private interfaces is as it expects: a test for each function of `private.py`."""
 
 import inspect
+import math
 from datetime import timedelta
 
 import pytest
@@ -222,6 +223,16 @@ def test_is_called_by_scaler():
     scaler.step(optimizer)
     optimizer.step()
     assert called == [True, False]
+
+
+def test_skipped():
+    for scale, expected in ((1.0, [False]), (math.inf, [True])):
+        scaler, seen = torch.amp.GradScaler("cpu"), []
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1, fused=True)
+        optimizer.register_step_post_hook(lambda one, *_, seen=seen: seen.append(private.skipped(one)))
+        scaler.scale(optimizer.param_groups[0]["params"][0] * scale).backward()
+        scaler.step(optimizer)
+        assert seen == expected
 
 
 def test_calling_scaler():

@@ -4,6 +4,7 @@ import copy
 import io
 from functools import partial
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,7 +13,7 @@ from nets import P, batch, bits, loss_of, net, parameters, sparse, train, wrappe
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, load, redistribute, save  # noqa: E402
 from sparsecoll.torch.compressors import ACPSGD, COVAP, Compressor, PowerSGD, RandomKCompressor, TopKCompressor, oktopk  # noqa: E402
 
 
@@ -262,6 +263,24 @@ def test_redistribute_refuses_states_of_different_parameters():
         redistribute(states, 0, 3)
     with pytest.raises(ValueError, match=r"expected one of sparsecoll\.torch, got one without 'buckets'"):
         redistribute([net().state_dict()], 0, 3)
+
+
+@pytest.mark.parametrize("make", [sparse, wrapped])
+def test_files_hold_no_number_of_numpy(make, tmp_path):
+    """Such as a schedule's, which torch.load refuses."""
+
+    def program(comm):
+        model = net()
+        optimizer = make(comm, model)
+        optimizer.param_groups[0]["lr"] = np.float64(0.05)
+        train(comm, model, optimizer, range(2))
+        path = tmp_path / f"{comm.rank}.pt"
+        save(optimizer.state_dict(), path)
+        assert isinstance(optimizer.param_groups[0]["lr"], np.float64)
+        optimizer.load_state_dict(load(path))
+        return optimizer.param_groups[0]["lr"]
+
+    assert simulate(2, program).results == [0.05, 0.05]
 
 
 @pytest.mark.parametrize("make", [sparse, wrapped])

@@ -24,7 +24,7 @@ KINDS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToArray)
 BACKS = {kind.__name__: kind for kind in KINDS}
 TYPES = "a SparseVector, an array, a sparse array of SciPy or pydata, a tensor, (indices, values, length), or a mapping"
 CURES = {
-    "RowSparse": "allreduce, reduce_scatter, or a call that only moves data, or x.to_dense()",
+    "RowSparse": "allreduce, reduce_scatter, one that only moves data (scatter: a list), or x.to_dense().reshape(-1)",
     "list": "np.asarray(x) of a dense one, SparseVector.from_pairs of pairs",
     "set": "dict.fromkeys(x, 1)",
     "DataFrame": "x.to_numpy(), or x.sparse.to_coo()",

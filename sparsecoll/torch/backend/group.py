@@ -136,14 +136,14 @@ class ProcessGroupSparsecoll(ProcessGroup):
 
     def _call(self, own: Callable[[CollectiveCall], None], x: torch.Tensor, opts: Any) -> Call:
         """Make a call of the library, which changes x."""
-
         inference = torch.is_inference_mode_enabled()  # of this thread, as the stream is
         stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
 
-        def call() -> None:
+        def inside(call: CollectiveCall) -> None:  # of the thread that makes the call
             with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(stream):
-                collective(self._transport, "all_reduce", self._seconds, own)
+                own(call)
 
+        call = partial(collective, self._transport, "all_reduce", self._seconds, inside)
         asynchronous = getattr(opts, "asyncOp", True)
         return Call(in_background(self._transport, call) if asynchronous else completed_future(call), [x])
 

@@ -15,6 +15,7 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.kernels import kernels_of
 from sparsecoll.torch.backend.options import BITS, Options
 from sparsecoll.torch.tensors.layout import CPU
+from sparsecoll.torch.tensors.private import base_of
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector
@@ -36,6 +37,7 @@ class LowBitSums:
             and x.layout is torch.strided
             and x.device.type == "cpu"
             and x.dtype.is_floating_point
+            and not (base_of(x) is not None and base_of(x).is_complex())  # type: ignore[union-attr]  # torch passes views
             and x.numel() >= max(self.options.dense_below, 2)  # DDP's join() needs gloo's work for one value
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compress
 from sparsecoll.torch.optimizers.sgd_rules import WithoutMomentum, check_momentum, tell
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.state import LOCAL, STATE
+from sparsecoll.torch.reduction.state import LOCAL, STATE, without_numpy
 from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.replica.replica import restoring_groups
@@ -89,6 +88,7 @@ class Wrapper(torch.optim.Optimizer):
         for before in state_dict_hooks(self, "state_dict_pre"):
             before(self)
         state = {**self.optimizer.state_dict(), **self._engine.state_dict()}
+        without_numpy(state["param_groups"])
         for after in state_dict_hooks(self, "state_dict_post"):
             changed = after(self, state)
             state = state if changed is None else changed
@@ -274,11 +274,11 @@ class DistributedOptimizer(Wrapper):
         """
         self._engine.move(as_transport(comm, self._engine.replica.options.timeout))
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: gradients of the enclosed back-propagations accumulate without communication."""
         return self._engine.no_sync()
 
-    def join(self) -> AbstractContextManager[None]:
+    def join(self) -> contextlib.AbstractContextManager[None]:
         """Context manager that allows different numbers of batches on the ranks; collective.
 
             with optimizer.join():
@@ -370,7 +370,7 @@ class DistributedOptimizer(Wrapper):
         return result
 
     def discard(self) -> None:
-        """Skip the step after `backward()`, on all ranks: residuals are restored to their values before it.
+        """Skip the step after `backward()`, on all ranks: gradients become None, residuals what they were before it.
 
         `zero_grad` does this, too, but not if your loop has changed parameters before, as SAM does: call this first.
         Within `join`, RuntimeError is raised as by `zero_grad`.

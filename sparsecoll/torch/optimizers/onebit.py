@@ -277,7 +277,6 @@ class OneBitAdam(Wrapper):
             super()._load(state)
         else:
             self._go_on(self._engine.members.named(), lambda: super(OneBitAdam, self)._load(state))
-            self._engine.replica.suspect = True  # ranks may have loaded different models
 
     # -- as the optimizer of the stage
 

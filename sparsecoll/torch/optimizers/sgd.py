@@ -18,7 +18,7 @@ from sparsecoll.torch.compressors.schedule import Density, Schedule
 from sparsecoll.torch.optimizers.sgd_rules import check_group, common, compressor_of, names_of, take_step, tell, updates
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.state import STATE
+from sparsecoll.torch.reduction.state import STATE, without_numpy
 from sparsecoll.torch.replica.calls import (
     MEMBERS,
     Options,
@@ -361,6 +361,7 @@ class SparseSGD(torch.optim.Optimizer):
         A plain torch.optim.SGD can also load it and ignores the residuals.
         """
         state: dict[str, Any] = super().state_dict()
+        without_numpy(state["param_groups"])
         state[STATE] = self._flat.state_dict(names_of(self.param_groups, self._model))
         return state
 

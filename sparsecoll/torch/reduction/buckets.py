@@ -351,7 +351,7 @@ class Buckets:
         self.pending = False
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows, self._dense = (set(own.get(kind, ())) & set(replica.params) for kind in ("rows", "dense"))
-        replica.context.step, replica.suspect = own["step"], False
+        replica.context.step, replica.suspect = own["step"], self._compressor.communicates  # models may differ
         self._extra = extra if own["compressor"] == self._compressor.describe() else {}
         return own
 

@@ -27,8 +27,14 @@ BEHIND = LATE << 8  # a flag: the messages of a mean are gone, among which was t
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of an optimizer's group: numbers, pairs of them, and switches."""
-    own = {**group} | {k: v.item() for k, v in group.items() if math.prod(getattr(v, "shape", (0,))) == 1}
-    return {k: v for k, v in own.items() if isinstance(v[0] if isinstance(v, tuple) and v else v, (bool, int, float))}
+    own = {k: [number(one) for one in v] if isinstance(v, tuple) and v else [number(v)] for k, v in group.items()}
+    kept = {k: v for k, v in own.items() if all(isinstance(one, (bool, int, float)) for one in v)}
+    return {k: tuple(v) if isinstance(group[k], tuple) else v[0] for k, v in kept.items()}
+
+
+def number(value: Any) -> Any:
+    """Return an array or tensor of one number as Python's."""
+    return value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value
 
 
 def dumped(what: dict[str, Any]) -> bytes:
@@ -203,6 +209,7 @@ class ElasticMeans(Means):
             with bucket.layout.device.stream_context():
                 take(bucket, compressor)
                 if not is_finite(bucket.gradient_buffer().tensor):  # all would raise in each attempt
+                    self._check_finite(bucket.layout.names)
                     raise NonFiniteError("weight: expected a finite weight * change of parameters, got an overflow")
                 sent, block = bucket.message(compressor, self.replica.transport)
                 own.append((sent, block, to_host(block)))
@@ -265,14 +272,15 @@ class ElasticMeans(Means):
     def _taken_with(self, number: int) -> Outcome:
         """Take a mean with the outer optimizers' options of the worker that has closed the round."""
         wait([self._under_way[0].result])
-        given, groups = self._options.pop(number, None), self._outer.groups
+        groups, given = self._outer.groups, self._options.pop(number, None) or ()
+        given = [{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()} for options in given]
         before = [dict(group) for group in groups]
-        for group, options in zip(groups, given or (), strict=False):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        for group, options in zip(groups, given, strict=False):
+            group.update(options)
         try:
             return super()._take()
         finally:
-            for group, then, options in zip(groups, before, given or (), strict=False):  # what a step sets, stays
+            for group, then, options in zip(groups, before, given, strict=False):  # what a step sets, stays
                 group.update({k: then[k] for k, value in options.items() if k in then and group[k] == value})
 
     def close(self) -> None:

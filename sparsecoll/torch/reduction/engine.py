@@ -60,7 +60,7 @@ class Engine(Reducer):
         self.members = Members(optimizer, self.params, None if model is None else model.named_parameters)
         self.replica.changed = self.members.changed
         self.replica.context.momenta = partial(momenta_of, optimizer, self.params)
-        self.replica.shared_options = partial(options_of, optimizer)
+        self.replica.shared_options = self._shared_options
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._hooks = Hooks(self, self.accumulating)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(guards.refuse_ddp)
@@ -78,6 +78,11 @@ class Engine(Reducer):
         self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
         self._outcome = NO_OUTCOME  # of the last reduction
         self.number = -1
+
+    def _shared_options(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks in a reduction."""
+        scaled = self._scaling.scaler is not None and not all(c.unscales for _, c in self.buckets)
+        return {**options_of(self._optimizer), **({"scale of gradients": self._scaling.scale} if scaled else {})}
 
     # -- parameters
 
@@ -308,7 +313,7 @@ class Engine(Reducer):
         It cannot be skipped once a rank has left `join`, which has committed the reduction.
 
         Args:
-            updated: skip it also if parameters have changed (default: False).
+            updated: skip it also if parameters have changed, and let no gradients be reduced twice (default: False).
         """
         if not self.closed:
             self._hooks.attach(self.params)  # some may have been unfrozen
@@ -320,6 +325,8 @@ class Engine(Reducer):
                 "zero_grad() and discard() cannot skip this step, because a rank has left join() and would take it:"
                 " decide before backward()"
             )
+        for name in (self.buckets.index_of if self.gradients.are(State.NAN) else self.means) if updated else ():
+            self.params[name].grad = None  # a mean, of which a residual has sent a part
         self.discard()
 
     def discard(self) -> None:
@@ -356,8 +363,8 @@ class Engine(Reducer):
         with self.replica.leaving():
             while not self._outcome.over:
                 self.buckets.commit()
-                for name in self.buckets.index_of:
-                    self.params[name].grad = None
+                for p in self.params.values():
+                    p.grad = None
                 self.asked = True
                 synchronize_all(self.replica.transport)
                 self.replica.follow_step(self._outcome)

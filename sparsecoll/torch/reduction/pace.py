@@ -7,12 +7,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparsecoll.errors import check_integer, check_number
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.state import without_numpy
 from sparsecoll.torch.replica.calls import Outcome
 from sparsecoll.torch.tensors.model import Named
 
@@ -153,8 +153,7 @@ class OuterOptimizers:
 
     def state_dict(self) -> Any:
         """Return the state, that of one optimizer or a list."""
-        for group in self.groups:  # torch.load refuses NumPy's numbers, as of a schedule
-            group.update({name: v.item() for name, v in group.items() if isinstance(v, np.generic)})
+        without_numpy(self.groups)
         states = [own.state_dict() for own in self.optimizers]
         return states[0] if len(states) == 1 else states
 

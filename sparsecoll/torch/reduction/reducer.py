@@ -297,11 +297,7 @@ class Reducer(Owner):
         made, left = [], self.buckets.leave_out(outcome.used)
         for bucket, compressor in self.buckets:
             bucket.layout.device.wait_stream()
-            names = [
-                n
-                for n, p in bucket.params.items()
-                if n in outcome.used or (p.requires_grad and n not in left and bucket.has_mean(n))
-            ]
+            names = [n for n in bucket.params if n in outcome.used or (n not in left and bucket.has_mean(n))]
             made.append((bucket, bucket.new_grads(names, self._scale(compressor))))
         try:
             self._assign(made)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparsecoll.errors import CommunicationError
@@ -139,8 +140,10 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
             less = (len(own) / size) ** 0.5 if kind == "divisor" else 1.0  # OneBitAdam's, for noise of fewer ranks
             tensors[kind] = {name: t.mul(less) if less > 1 else t.clone() for name, t in entries.items()}
             continue
-        mine = [part["tensors"][kind] for part in own[rank::size]]
-        tensors[kind] = {name: _summed([m[name] for m in mine], t, scale) for name, t in entries.items()}
+        every = kind == "square"  # OneBitAdam's, whose mean all have
+        mine = [part["tensors"][kind] for part in (own if every else own[rank::size])]
+        factor = 1 / len(own) if every else scale
+        tensors[kind] = {name: _summed([m[name] for m in mine], t, factor) for name, t in entries.items()}
     new = {**own[0], "rank": rank, "size": size, "tensors": tensors, "buckets": []}
     if STATE not in states[0]:
         return new
@@ -182,6 +185,16 @@ def _check_parts(own: Sequence[Mapping[str, Any]]) -> None:
         if entries != known[0]:
             kind, name = min(entries ^ known[0])
             raise ValueError(f"states: expected {kind} of {name!r} of all ranks, got that of one of ranks 0 and {rank}")
+
+
+def without_numpy(groups: Iterable[dict[str, Any]]) -> None:
+    """Make Python's numbers of NumPy's, as of a schedule, in options of optimizers: torch.load refuses those."""
+    for group in groups:
+        for name, value in group.items():
+            if isinstance(value, tuple):
+                group[name] = tuple(one.item() if isinstance(one, np.generic) else one for one in value)
+            elif isinstance(value, np.generic):
+                group[name] = value.item()
 
 
 # -- files

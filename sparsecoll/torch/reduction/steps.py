@@ -30,7 +30,7 @@ from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.replica.guards import warn_of_adam, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.model import Named, own_part
-from sparsecoll.torch.tensors.private import indices_of, is_stepping, is_trial_step, values_of, version
+from sparsecoll.torch.tensors.private import indices_of, is_stepping, is_trial_step, skipped, values_of, version
 
 
 class State(Enum):
@@ -325,8 +325,9 @@ def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for steps, params, *_suits in _following(optimizer):
         if is_trial_step(optimizer):
             steps.pass_over()
-        else:
-            steps.leave(optimizer)
+            continue
+        steps.leave(optimizer)
+        if not skipped(optimizer):
             steps.stepped(params)
 
 

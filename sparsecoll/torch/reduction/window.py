@@ -275,7 +275,6 @@ class Window(Owner):
                     tensors[name].copy_(t)
         self.steps, self._moved, self._last = own["steps"], set(own["own"]), set()
         self._loaded, self._refused = own["own"], None
-        self.replica.suspect = True  # compared in the next mean
 
     def _check_loaded(self) -> None:
         """Check at the next step that parameters have the values of a loaded state; if not, the next mean raises."""

@@ -235,6 +235,11 @@ def is_called_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
     return "found_inf" in vars(optimizer)
 
 
+def skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a GradScaler has called step() of a fused optimizer after an overflow, which changes nothing."""
+    return float(getattr(optimizer, "found_inf", 0) or 0) > 0
+
+
 def calling_scaler() -> torch.amp.GradScaler | None:
     """Return the GradScaler that calls the step of an optimizer on this thread, or None; most optimizers never see it.
 
