@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from sparsecoll.algorithms.base import Algorithm, Reduction
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.all_ranks import allgatherv
 from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector
+from sparsecoll.vector.values import accumulator_dtype
 
 
 @dataclass
@@ -58,10 +60,10 @@ class Allgather(Algorithm):
                 blocks = allgatherv(channel.transport, channel.encode(x))
         own = -1 if channel.format.lossy else channel.rank  # a lossy format may change x once more
         parts = [x if rank == own else channel.decode(block) for rank, block in enumerate(blocks)]
-        if channel.deferred:
+        if channel.deferred and not _widens(channel, x):
             return Reduction(lambda: channel.merge(parts), x, [parts])
         with channel.phase("merge"):
-            return Reduction(channel.merge(parts), x)
+            return _rounded(channel, x, channel.merge(parts, partial=_widens(channel, x)))
 
     @staticmethod
     def _of_rows(channel: Channel, x: Any, stages: int) -> Reduction:
@@ -77,8 +79,21 @@ class Allgather(Algorithm):
         parts = x.split(partition.even(x.length, stages))
         with channel.phase("gather"):
             arriving = pipeline.allgather(channel, parts, rounded=True)
-            if channel.deferred:
+            if channel.deferred and not _widens(channel, x):
                 chunks = list(arriving)
                 return Reduction(lambda: SparseVector.concatenate([channel.merge(c) for c in chunks]), x, chunks)
-            sums = (channel.merge(chunk) for chunk in arriving)
-            return Reduction(SparseVector.collect(sums, min(channel.size * k, x.length)), x)
+            sums = (channel.merge(chunk, partial=_widens(channel, x)) for chunk in arriving)
+            return _rounded(channel, x, SparseVector.collect(sums, min(channel.size * k, x.length)))
+
+
+def _widens(channel: Channel, x: SparseVector) -> bool:
+    """Return whether sums of values are formed in a wider dtype of floats, and what rounding takes is accounted for."""
+    dtype = channel.dtype or x.dtype
+    return channel.op.sums and not channel.width and accumulator_dtype(dtype) != dtype
+
+
+def _rounded(channel: Channel, x: SparseVector, total: SparseVector) -> Reduction:
+    value = total.astype(channel.dtype or total.dtype)
+    if value.dtype == total.dtype or channel.rank > 0:  # of the ranks, one records what rounding takes
+        return Reduction(value, x)
+    return Reduction(value, partial(Loss(channel, total.rounding_error(value)).subtract_from, x))

@@ -31,8 +31,8 @@ class DenseStream(Algorithm):
     next ones are in flight.
 
     Volume: between 2 * 2k(P-1)/P and 2k[(log2(P)/2 + 1)P - 1] words of COO (equation (6); k entries are 2k words), plus
-    3P words for the boundaries. Messages: 2 ceil(log2 P), as in the paper (ceil(log2 P) + P - 1 per chunk), and at most
-    2 ceil(log2 P) for averaged boundaries ("even" needs none). Memory: the entries.
+    4(P-1) words for averaged boundaries (up to 12P if P is no power of two; "even": none). Messages: 2 ceil(log2 P),
+    as in the paper (ceil(log2 P) + P - 1 per chunk), and as many at most for the boundaries. Memory: the entries.
 
     Args:
         k: as in `sparsecoll.Algorithm`.

@@ -95,13 +95,17 @@ class Hierarchical(Algorithm):
         between = channel.group(leaders)
         reduction = reduced(self._between, between, entering, k)
         value = reduction.value.to_sparse()
+        result = value.astype(x.dtype)
         contributed = reduction.contributed.to_sparse() if channel.op.sums else entering
         with channel.phase("inside"):
-            message = FORMATS["coo"].encode(value.astype(x.dtype))
+            message = FORMATS["coo"].encode(result)
             for rank, part in zip(mine[1:], parts[1:], strict=True):
                 channel.transport.isend(rank, joined([message, part.mask_of(contributed)]))
 
         def share() -> Vector:
-            return Loss(channel, total.intersect(contributed), -contributed).subtract_from(x.intersect(contributed))
+            loss = Loss(channel, total.intersect(contributed), -contributed)
+            if channel.rank == leaders[0] and value.dtype != x.dtype:  # of the ranks, one records it
+                loss.add(value.rounding_error(result))
+            return loss.subtract_from(x.intersect(contributed))
 
-        return Reduction(value.astype(x.dtype), share)
+        return Reduction(result, share)

@@ -119,7 +119,8 @@ class OkTopk(Algorithm):
             reuse.reset()
 
     def replicated_state(self) -> tuple[int, int]:
-        return self._calls, digest(self._boundaries)
+        own = [*self._boundaries, *self._owners, self._overloaded, self._global.age]
+        return self._calls, digest(own) if self._calls else 0
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         self._adapt_state_to(x.length, k)

@@ -96,9 +96,9 @@ class SparCML(Algorithm):
                 [theirs] = yield [channel.irecv(partner)]
                 total = channel.merge([sent, theirs] if rank < partner else [theirs, sent], partial=True)
                 distance *= 2
-            value: SparseVector = total.astype(x.dtype)
-            if size > core:  # some ranks receive the result, rounded
-                value = loss.round(value, own=rank == 0)
+            value: SparseVector = total
+            if size > core or total.dtype != x.dtype:  # some ranks receive the result, rounded
+                value = loss.round(total, x.dtype, own=rank == 0)
             if rank + core < size:
                 channel.isend(rank + core, value)
             return value

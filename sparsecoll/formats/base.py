@@ -60,7 +60,10 @@ class WireDtype:
         if self.name == "float16":
             return kernels.to_float16(values)  # type: ignore[no-any-return]
         if self.name == "bfloat16":
-            return kernels.to_bfloat16(saturating_cast(values, np.dtype(np.float32)))  # type: ignore[no-any-return]
+            wide = saturating_cast(values, np.dtype(np.float32))
+            if values.dtype == np.float16:  # which holds no more: a larger value would come back as infinity
+                wide = np.where(np.isinf(wide), wide, np.clip(wide, -HALF_LIMIT, HALF_LIMIT))
+            return kernels.to_bfloat16(wide)  # type: ignore[no-any-return]
         return saturating_cast(values, self.stored)
 
     def unpack(self, stored: NDArray[Any]) -> NDArray[Any]:
@@ -83,6 +86,7 @@ class WireDtype:
         return self.unpack_as(self.pack(values.reshape(-1)), values.dtype).reshape(values.shape)
 
 
+HALF_LIMIT = np.float32(65280)  # the largest bfloat16 that is a float16, too
 STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
 _NAMES = (  # their ids in messages: 1, 2, ...
     *("float16", "float32", "float64", "int32", "int64", "bfloat16", "bool", "int8", "int16"),

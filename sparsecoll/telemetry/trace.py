@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol, TypeVar
 
 KINDS = ("select", "encode", "decode", "merge", "dense", "wait")
@@ -67,6 +68,7 @@ class _Pair:
 
 
 L = TypeVar("L", bound=Listener)
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -84,6 +86,17 @@ def record(listener: L) -> Iterator[L]:
         yield listener
     finally:
         _of_thread.listener = before
+
+
+def carried(call: Callable[[], T]) -> Callable[[], T]:
+    """Return a call for another thread, whose work is reported to this thread's listener."""
+    listener = _of_thread.listener
+    return call if listener is None else partial(_reported, call, listener)
+
+
+def _reported(call: Callable[[], T], listener: Listener) -> T:
+    with record(listener):
+        return call()
 
 
 class Recorder:

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels.memory import bind_current_stream
 from sparsecoll.kernels.threads import Task, serve
+from sparsecoll.telemetry.trace import carried
 from sparsecoll.transport import process
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED, out_of_use
@@ -176,7 +177,7 @@ class Worker:
 
     def in_order(self, call: Callable[[], T], transport: Transport) -> T:
         """Execute a blocking call of another thread after the queued ones."""
-        future = self.submit(call)
+        future = self.submit(carried(call))
         try:
             return future.result()
         except BaseException as error:

@@ -1,5 +1,7 @@
 """The largest and the smallest values of every dtype, in every algorithm and selector."""
 
+import copy
+
 import numpy as np
 import pytest
 from cases import same_bits
@@ -69,3 +71,42 @@ def test_every_selector_selects_among_extreme_values(selector, values):
             assert same_bits(chosen, x.take(chosen.indices))
             if selector == "TopK":
                 assert same_bits(chosen, largest(x, k))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_rank_keeps_what_rounding_takes_from_sums_of_halves(dtype, size, nodes):
+    """Sums beyond the largest value, and of a large and a small one."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    kinds = [name for name in ALGORITHMS if name not in ("lowbit", "spardl")]
+    objects = [sparsecoll.SparCML(variant=variant) for variant in ("recursive_double", "split_allgather", "dynamic")]
+    objects += [sparsecoll.Hierarchical(inner=inner) for inner in ("allgather", "oktopk", "sparcml")]
+    for algo in [*map(as_algorithm, kinds), *objects]:
+
+        def program(comm, algo=algo):
+            large = [40000.0, [2048.0, 1.0][comm.rank % 2], -40000.0 * (comm.rank == 1), 3.0 + comm.rank]
+            x = SparseVector([0, 1, 5, 9], np.array(large).astype(dtype), 12)
+            y = sparsecoll.allreduce(comm, x, copy.deepcopy(algo), k=4, return_reduction=True)
+            return y.value.to_dense().astype(np.float64), y.contributed.to_dense().astype(np.float64)
+
+        results = simulate(size, program, ranks_per_node=nodes).results
+        entered = sum(contributed for _, contributed in results)
+        for value, _ in results:
+            np.testing.assert_array_equal(value, entered, err_msg=repr(algo))
+
+
+@pytest.mark.parametrize("algo", [name for name in ALGORITHMS if name != "lowbit"])
+def test_float16_in_bfloat16_stays_finite(algo):
+    """bfloat16 has larger values, which float16 would read as infinity."""
+
+    def program(comm):
+        x = SparseVector([0, 1, 2], np.array([65504, -65408, 40000], np.float16), 4)
+        y = sparsecoll.allreduce(comm, x, algo, k=3, value_dtype="bfloat16", return_reduction=True)
+        return y.value, y.contributed
+
+    results = simulate(3, program).results
+    for value, contributed in results:
+        assert np.isfinite(value.values).all() and np.isfinite(contributed.to_dense()).all()
+        assert same_bits(value, results[0][0]) and value.values[2] > 0

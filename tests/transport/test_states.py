@@ -36,6 +36,16 @@ def other_boundaries(comm, x, algo, call):
         algo._boundaries = [edge // 2 for edge in algo._boundaries[:-1]] + [x.length - 1]
 
 
+def other_threshold(comm, x, algo, call):
+    call()
+    algo._global.age += is_last(comm)
+
+
+def other_load(comm, x, algo, call):
+    call()
+    algo._overloaded ^= is_last(comm)
+
+
 def new_object(comm, x, algo, call):
     call()
     if is_last(comm):
@@ -46,7 +56,7 @@ STATEFUL = ["cltk", "oktopk"]
 WITHIN = {f"hierarchical with {name}": name for name in ("cltk", "oktopk")}
 ALL = [*STATEFUL, *WITHIN]
 DIFFERENT = [(name, make) for name in ALL for make in (used_alone, other_checkpoint, new_object)]
-DIFFERENT += [("oktopk", other_boundaries)]
+DIFFERENT += [("oktopk", other) for other in (other_boundaries, other_threshold, other_load)]
 
 
 def made(name):
@@ -81,7 +91,8 @@ def test_objects_whose_state_differs_are_refused_on_all_ranks(different, way, P)
     assert results == [results[0]] * P and results[0][2][0] == 1  # a new state on all
     others = "rank 0" if P == 2 else f"ranks {', '.join(map(str, range(P - 1)))}"
     counts = {"used_alone": (1, 2), "new_object": (1, 0), "other_checkpoint": (2, 1)}
-    expected = "{} on {others}, {} on rank {last}" if differ is not other_boundaries else "differs between ranks; use"
+    same = differ.__name__ not in counts
+    expected = "differs between ranks; use" if same else "{} on {others}, {} on rank {last}"
     assert expected.format(*counts.get(differ.__name__, ()), others=others, last=P - 1) in results[0][0]
 
 

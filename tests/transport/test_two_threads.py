@@ -11,7 +11,9 @@ from socket_ranks import run, together
 
 import sparsecoll
 from sparsecoll import CommunicationError, SparseVector
+from sparsecoll.telemetry import trace
 from sparsecoll.transport import LocalTransport
+from sparsecoll.transport.progress import in_background
 
 WHY = "two threads made calls at the same time"
 
@@ -170,3 +172,15 @@ def test_a_call_in_the_worker_that_is_interrupted_ends_although_another_rank_doe
         over.set()
 
     assert run(2, program) == [None, None]
+
+
+def test_the_worker_reports_to_the_listener_of_the_thread_that_waits():
+    def work():
+        with trace.span("select", 1):
+            time.sleep(0.01)
+
+    transport = LocalTransport()
+    in_background(transport, work).result()
+    with trace.record(trace.Recorder()) as recorder:
+        transport.in_order(work)
+    assert recorder.seconds["select"] >= 0.01

@@ -44,7 +44,7 @@ def as_vector(x: Any) -> Vector:
             x becomes one vector in C order.
 
             - SparseVector, DenseVector, or a tuple (indices, values, length);
-            - SciPy sparse array or matrix of any format: explicit zeros stay, duplicates are summed;
+            - SciPy sparse array or matrix of any format: explicit zeros stay (but in DIA), duplicates are summed;
             - pydata/sparse COO, GCXS or DOK, with fill value 0;
             - torch tensor, dense or sparse_coo (of a hybrid tensor, all values of each stored row are entries), on the
               CPU or CUDA; of bfloat16, on the CPU where ml_dtypes is installed;

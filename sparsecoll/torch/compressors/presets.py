@@ -95,7 +95,7 @@ def dgc(density: Density = 0.01, **options: Any) -> TopKCompressor:
     3. Send about the k largest entries of v; set v and u to zero there (momentum factor masking, section 3.3).
 
     The momentum is part of the compressor: use an optimizer without one. To follow the paper where the defaults do not,
-    use `clip_by="bucket"` with `DistributedOptimizer(bucket_bytes=None)` (clip by the norm of the whole gradient),
+    use `clip_by="bucket"` with `bucket_bytes=None` and `dense_below=0` (clip by the norm of the whole gradient),
     `nesterov=True` (Nesterov momentum), and `density=WarmUp(0.001, steps)` (warm up to the density of 0.001, section
     3.4). The sample is a strided one, not a random one.
 

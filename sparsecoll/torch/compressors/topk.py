@@ -62,8 +62,8 @@ class TopKCompressor(ErrorFeedback):
         clip: norm N; the gradients of a rank are clipped to a norm of N / sqrt(P) (section 3.2). None, the default, for
             no clipping.
         clip_by: "parameter" (the default) clips each parameter by its own norm; "bucket" clips by the norm of all
-            parameters of a bucket, which with `bucket_bytes=None` is the whole gradient, as published. A parameter with
-            sparse gradients is a bucket of its own.
+            parameters of a bucket: as published, of the whole gradient, with `bucket_bytes=None, dense_below=0`. A
+            parameter with sparse gradients is a bucket of its own.
         row_density: for sparse gradients, as of torch.nn.Embedding(sparse=True): the rows of largest Euclidean norm
             that each rank sends, as a fraction of the rows of the table, with error feedback, whose residual stores
             rows only. None, the default, sends all rows, without a residual.

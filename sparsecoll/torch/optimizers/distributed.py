@@ -179,8 +179,8 @@ class DistributedOptimizer(Wrapper):
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm, which sums the top k
             (default: None, for "sgdtopk" with torch.optim.SGD, whose learning rate and momentum remain those of dense
             training, see `SparseSGD`, and for "qsgd" with any other optimizer).
-        bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model. Buckets
-            are sent in the order in which they fill. A parameter that does not fit into a bucket opens the next one.
+        bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with all that is compressed.
+            Buckets are sent in the order in which they fill. A parameter that does not fit opens the next one.
         dense_below: number of values below which a parameter is not compressed (default: None, for 0 with "sgdtopk"
             and "chunktopk", and 1024 with other compressors).
         overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
