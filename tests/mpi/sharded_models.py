@@ -54,8 +54,8 @@ class Chain(torch.nn.Module):
         torch.manual_seed(1)
         self.a, self.b = torch.nn.Linear(6, 7), torch.nn.Linear(7, 3)
 
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x))).sum()
+    def forward(self, x, skip=False):
+        return self.b(x.new_ones(4, 7) if skip else torch.tanh(self.a(x))).sum()
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from sharded_models import (
     MIDDLE,
     NODES,
     TORCHRUN,
+    Chain,
     Linear,
     Net,
     W,
@@ -212,3 +213,60 @@ def test_attached_after_a_forward_pass_that_has_kept_smaller_shards(comm):
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     train(model, optimizer, comm.rank, range(3))
     close(model, reference(range(3), lambda params: None, torch.optim.AdamW, 0.01), atol=1e-5)
+
+
+class Idle(torch.nn.Module):
+    """Two parameters in one group, one of which is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = (torch.nn.Parameter(torch.ones(8, 6)) for _ in range(2))
+
+    def forward(self, x):
+        return x @ self.used.T
+
+
+@LAYOUTS
+def test_accumulated_gradients_of_another_dtype_beside_an_unused_parameter(comm, nodes):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, _ = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(1.0), Idle(), options={"mp_policy": policy})
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    expected = torch.ones(8, 6)
+    for step in range(3):
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1)
+            model(batch(comm.rank, 2 * step + part)[0]).float().sum().backward()
+            expected -= sum(batch(rank, 2 * step + part)[0].sum(0) for rank in range(W)) / W
+        optimizer.step()
+        optimizer.zero_grad()
+    used, idle = whole(model.parameters())
+    assert (idle == 1).all()
+    torch.testing.assert_close(used, expected, atol=0.1, rtol=0.05)
+
+
+@LAYOUTS
+def test_a_module_that_is_frozen_and_then_not_run(comm, nodes):
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(0.1), Chain())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(number, skip):
+        model(batch(comm.rank, number)[0], skip).square().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def of_first():
+        waits = reductions.state_dict()["tensors"]["residual"]
+        return whole([*model.a.parameters(), waits["a.weight"], waits["a.bias"]])
+
+    step(0, False)
+    before = of_first()
+    model.a.requires_grad_(False)
+    for number in range(1, 4):
+        step(number, True)
+    assert all(map(torch.equal, of_first(), before))
+    model.a.requires_grad_(True)
+    step(4, True)
+    step(5, False)
+    assert not all(map(torch.equal, of_first(), before))

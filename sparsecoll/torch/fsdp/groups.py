@@ -69,6 +69,28 @@ class Group:
         infos = [p._module_info for p in self._group.fsdp_params]
         self._names = [WRAPPERS.sub("", f"{names[id(info.module)]}.{info.param_name}".lstrip(".")) for info in infos]
 
+    def lay_out_all(self) -> None:
+        """Let torch reduce zeros for all trainable parameters without a gradient, and for no others.
+
+        It decides by what was trainable in the last forward pass, and makes zeros of the parameters' dtype where
+        accumulated gradients have another one.
+        """
+        group, post_backward = self._group, self._group.post_backward
+        self.module.set_reduce_scatter_unused_params(True, recurse=False)
+
+        def laid_out(*args: Any) -> None:
+            params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+            for p in params if group.is_sharded else ():
+                p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
+            if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p in params):
+                for p in params:
+                    own = p._unsharded_param
+                    if own.requires_grad and own.grad is None and p.unsharded_accumulated_grad is None:
+                        p.unsharded_accumulated_grad = torch.zeros_like(own, dtype=p.reduce_dtype or own.dtype)
+            post_backward(*args)
+
+        group.post_backward = laid_out
+
     @property
     def parameters(self) -> list[Shard]:
         """All parameters, those that are not trained among them."""

@@ -113,7 +113,7 @@ class ShardedReductions:
         """Set the hooks of all modules."""
         hook, ask = self._failures.hook, self._ask_for_end
         for index, group in enumerate(self._groups):
-            group.module.set_reduce_scatter_unused_params(True, recurse=False)  # so that the layout is known
+            group.lay_out_all()
             receive = hook(ask, ask, partial(self._receive, index))  # asks again, if that has failed
             reduce = partial(self._in_backward, receive)
             if self._parts > 1:  # a single rank scatters nothing
@@ -172,7 +172,7 @@ class ShardedReductions:
                     bucket.accept()
                 if values.numel() != layout.length:
                     raise RuntimeError(
-                        f"gradients: expected {layout.length} values of {layout.names[0]!r} and others, got"
+                        f"gradients: expected {layout.length} values of {', '.join(layout.names[:2])} and others, got"
                         f" {values.numel()}: parameters were frozen or unfrozen between the forward pass and its end"
                     )
                 scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
