@@ -108,7 +108,7 @@ class HookState:
         self._steps = Steps(self._buckets, self._replica, lambda: self._params, "the HookState")
         self._steps.follow_optimizers(own, warns=self.transport.rank == 0)
         self._steps.after = partial(refuse_unknown, self._scaler, own, "HookState")
-        self._watched: set[str] = set()  # parameters with a hook on their gradients
+        self._watched, self._computed = set[str](), set[str]()  # hooked parameters; gradients since the last reduction
         self._task = -1  # back-propagation in which it was called last
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,7 +225,8 @@ class HookState:
         self._reduced = 0
         for name in {n for n in self._buckets.index_of if self._params[n].requires_grad} - self._watched:
             self._watched.add(name)
-            self._params[name].register_hook(partial(_before_gradient, weakref.ref(self)))  # type: ignore[no-untyped-call]
+            self._params[name].register_hook(partial(_before_gradient, weakref.ref(self), name))  # type: ignore[no-untyped-call]
+        self._computed.clear()
         if self._failed is None and not self._left:
             self._steps.accept({name: self._params[name] for name in self._buckets.index_of})
         elif self._failed is not None:
@@ -244,12 +245,18 @@ class HookState:
     def _mean(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
         scale, values, keeps = self._scale(compressor), grads.buffer(), compressor.keeps_gradient
-        used = bucket.nonzero(values) if keeps else np.empty(0, np.uint8)
+        fresh = {n for n in bucket.params if n in self._computed or n not in self._watched or self._aliases(n, values)}
+        used = bucket.nonzero(values, fresh) if keeps else np.empty(0, np.uint8)
         bucket.reduce_flat(self.transport, compressor, values, values, 1 / scale, scale)
         if keeps:
             for part in self._replica.call("used", lambda _: bucket.leave_out(self.transport, used), "agree"):
                 values[part].zero_()  # DDP would throw away the means of parameters without a gradient on any rank
         return values
+
+    def _aliases(self, name: str, values: torch.Tensor) -> bool:
+        """Return whether a gradient is a view of the bucket, which DDP then leaves to us; otherwise it keeps a mean."""
+        grad = self._params[name].grad
+        return grad is not None and grad.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
 
     def _verify(self) -> None:
         """Compare the replicas if that is due. Collective.
@@ -334,9 +341,11 @@ class HookState:
         self._steps.gradients.to(State.EMPTY)
 
 
-def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:
+def _before_gradient(state: "weakref.ref[HookState]", name: str, _: torch.Tensor) -> None:
     """Find out, before the first gradient of a back-propagation, whether a step was taken with the last one's."""
     alive, task = state(), backward_number()
+    if alive is not None:
+        alive._computed.add(name)
     if alive is not None and task != alive._task:
         alive._task = task
         alive._steps.commit_or_rollback()
@@ -373,7 +382,7 @@ def _reduced(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)
     event, joined = device.record_event(), backward_number() < 0  # join() calls this outside of a back-propagation
     if not joined:  # perhaps no gradient was watched, of layers that were frozen
-        _before_gradient(weakref.ref(state), bucket.buffer())
+        _before_gradient(weakref.ref(state), "", bucket.buffer())
 
     def job() -> None:
         try:

@@ -66,6 +66,28 @@ def test_nothing_is_lost_while_other_layers_are_trained(comm):
     torch.testing.assert_close(ledger._total(taken) + ledger._total(ledger._residuals()), expected)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("compressor", [TOPK, efsignsgd()], ids=["topk", "efsignsgd"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_heads_trained_one_after_the_other_in_a_step_lose_nothing(comm, compressor, view, alone):
+    """DDP keeps the mean of the first head where no rank uses it in the second back-propagation, or one rank alone."""
+
+    def heads():
+        return torch.nn.ModuleDict({"a": net(), "b": net()})
+
+    run = Run(HOOK, comm, heads, plain_sgd, compressor, find_unused_parameters=True, gradient_as_bucket_view=view)
+    ledger = Ledger(run)
+    for step in range(4):
+        run.model.zero_grad()
+        ledger.zero()
+        for part, head in enumerate("aba"[: 2 + step % 2]):
+            other = "a" if alone and part == 1 and comm.rank == run.last else head
+            run.loss(step, part, lambda x, rank, head=other: run.module[head](x)).backward()
+        run.optimizer.step()
+        ledger.settle()
+    assert alike(comm, run.values())
+
+
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize(
     "compressor", [efsignsgd(), RandomKCompressor(0.1), ACPSGD(2), oktopk(), dgc(0.1)], ids=lambda c: c.name

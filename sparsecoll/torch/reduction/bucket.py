@@ -193,9 +193,10 @@ class Bucket:
         if not compressor.communicates:  # the means are this rank's gradients
             self.mean = self.gradient if self.source is None else self.source
 
-    def nonzero(self, values: torch.Tensor) -> NDArray[np.uint8]:
-        """Return a bit for each parameter: whether it has other values than zeros."""
-        return np.packbits(np.array([not all_zero(view) for view in self.layout.split(values).values()], np.uint8))
+    def nonzero(self, values: torch.Tensor, among: Collection[str] | None = None) -> NDArray[np.uint8]:
+        """Return a bit for each parameter: whether it has other values than zeros, and is `among` the given ones."""
+        views = self.layout.split(values).items()
+        return np.packbits(np.array([(among is None or n in among) and not all_zero(t) for n, t in views], np.uint8))
 
     def leave_out(self, transport: Transport, nonzero: NDArray[np.uint8]) -> list[slice]:
         """Restore the state of parameters that are not `nonzero` on any rank; return their places. Collective."""
