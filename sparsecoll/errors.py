@@ -23,6 +23,12 @@ class NonFiniteError(ValueError):
     """
 
 
+def on_all_ranks(error: RuntimeError) -> RuntimeError:
+    """Mark an exception that every rank raises by itself, so that none reports it to the others; return it."""
+    error.on_all_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
 def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
     """Raise unless the value of an argument is one of several.
 

@@ -10,6 +10,8 @@ import socket
 import zlib
 from pathlib import Path
 
+from sparsecoll.errors import on_all_ranks
+
 # The variables for the number of processes and the rank, in order: MPICH and Intel MPI, Open MPI, torchrun, srun.
 # srun is last, since an mpirun inside a step of Slurm counts, not the step. SLURM_NTASKS is that of the allocation,
 # in which one process may run by itself.
@@ -30,8 +32,7 @@ def by_torchrun() -> bool:
 
 def processes() -> tuple[str, int]:
     """Return the variable with the number of processes, and that number; ("", 1) without a launcher."""
-    name, size, _ = _detected()
-    return name, size
+    return _detected()[:2]
 
 
 def rank() -> int:
@@ -53,11 +54,7 @@ def machine() -> int:
 
 
 def refuse_one_rank() -> None:
-    """Raise if this process makes up a world of one rank, but a launcher has started others with it.
-
-    Raises:
-        RuntimeError: A launcher has started several processes.
-    """
+    """Raise RuntimeError if a launcher has started others with this process, which makes up a world of one rank."""
     variable, expected = processes()
     if expected > 1:
         start = "with torchrun, or with the mpirun of mpi4py's MPI (`python -m sparsecoll doctor` names it)"
@@ -66,12 +63,11 @@ def refuse_one_rank() -> None:
             cure, itself = f"mpi4py is not installed (pip install mpi4py). {cure}", ""
         if by_torchrun():
             cure = "Call torch.distributed.init_process_group() first"
-        error = RuntimeError(
+        text = (
             f"comm: expected {expected} ranks, as {variable} says, got one: each process would work on its own. {cure};"
             f" unset {variable}{itself} if that is what you want"
         )
-        error.on_all_ranks = True  # type: ignore[attr-defined]
-        raise error
+        raise on_all_ranks(RuntimeError(text))
 
 
 def _detected() -> tuple[str, int, int]:

@@ -21,6 +21,7 @@ from sparsecoll.torch import (
     init_process_group,
 )
 from sparsecoll.torch.compressors import RandomKCompressor, TopKCompressor, nesterovtopk
+from sparsecoll.torch.replica.guards import warn_of_combined
 from sparsecoll.transport import default_comm, launcher
 
 P = 3
@@ -340,3 +341,25 @@ def test_hooks_that_are_gone_leave_nothing_behind():
     for _ in range(3):
         simulate(2, program)
     assert hooks() == before
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_of_several_back_propagations_that_are_combined_are_told(overlap, caplog):
+    """As PCGrad does; with overlap=False they are reduced after that."""
+    warn_of_combined.cache_clear()
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model, comm, TopKCompressor(0.1), overlap=overlap)
+        found = []
+        for part in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, part)).backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+        for p, one, other in zip(model.parameters(), *found, strict=True):
+            p.grad = one + other
+        optimizer.step()
+
+    simulate(2, program)
+    assert ("pass overlap=False" in caplog.text) == overlap

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparsecoll.errors import NonFiniteError
+from sparsecoll.errors import NonFiniteError, on_all_ranks
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.hooks import (
@@ -71,9 +71,9 @@ class Engine(Reducer):
         cure = guards.NO_MEAN if has_momentum else "To clip the mean, call synchronize() first"
         who = "momentum before the compression" if has_momentum else "overlap=False"
         self._watch = Watch(who, cure) if watched and not options.overlap else None
+        self._skipped = False  # whether means were thrown away since the last step
         self._watches_means = watched and options.overlap and has_momentum and scaling.scaler is None
-        self._synchronizing = True
-        self.asked = False
+        self._synchronizing, self.asked = True, False
         before = getattr(optimizer, "register_step_pre_hook", None)
         self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
         self._outcome = NO_OUTCOME  # of the last reduction
@@ -261,6 +261,9 @@ class Engine(Reducer):
         if self.gradients.are(State.MEANS) and self.members.changed():
             self._leave_to_next_step(self.members.added(self.members.named()))
         self._rollback({name for name in self.means if self.params[name].grad is None})  # thrown away
+        if self._skipped and any(self.params[name].grad is not None for name in self.means.replaced()):
+            guards.warn_of_combined(self.replica.transport.rank)
+        self._skipped = False
         if self._watches_means and self.means.changed() is not None:
             self._watches_means = False
             guards.warn_of_clipping(self._compressor)
@@ -310,10 +313,8 @@ class Engine(Reducer):
     def skip(self, updated: bool = False) -> None:
         """Skip this step, because gradients are set to zero, unless the loop has updated parameters by itself.
 
-        It cannot be skipped once a rank has left `join`, which has committed the reduction.
-
-        Args:
-            updated: skip it also if parameters have changed, and let no gradients be reduced twice (default: False).
+        With `updated`, skip it also if parameters have changed, and let no gradients be reduced twice. It cannot be
+        skipped once a rank has left `join`, which has committed the reduction.
         """
         if not self.closed:
             self._hooks.attach(self.params)  # some may have been unfrozen
@@ -331,6 +332,7 @@ class Engine(Reducer):
 
     def discard(self) -> None:
         """Skip this step: gradients are about to be thrown away, and residuals are as they were before it."""
+        self._skipped = self._skipped or (self.buckets.pending and self.buckets.has_residuals)
         self._order, self.nonfinite, self.asked = {}, None, False
         self._invalid = self._invalid if self._jobs else None
         self.steps.rollback()
@@ -340,13 +342,11 @@ class Engine(Reducer):
     def mean_loss(self, loss: Any) -> Any:
         """The mean of a closure's loss over the ranks, of its own type; raise where a rank has left `join`."""
         if self._outcome.joined and not self.closed:
-            error = RuntimeError(
-                "step() takes no closure once a rank has left join(), because the mean of the"
-                " losses is that of all ranks: call step() without it (the gradients are means by now), and evaluate"
-                " the loss yourself in later steps"
+            text = (
+                "step() takes no closure once a rank has left join(), because the mean of the losses is that of all"
+                " ranks: call step() without it (the gradients are means by now), and evaluate the loss yourself later"
             )
-            error.on_all_ranks = True  # type: ignore[attr-defined]
-            raise error
+            raise on_all_ranks(RuntimeError(text))
         return loss if self.closed else mean_of_loss(self.replica.transport, loss, self._options.timeout)
 
     @contextlib.contextmanager

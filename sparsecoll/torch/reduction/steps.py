@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from sparsecoll.errors import on_all_ranks
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.replica.guards import warn_of_adam, warn_of_momentum
@@ -243,13 +244,12 @@ class Steps:
         self._entered = (evaluates or self._by_hand) and self.updated()
         both = self._by_hand and self._buckets.pending and self._buckets.has_residuals
         if both and self._agree(np.array([self._entered], np.uint8))[0]:
-            error = RuntimeError(
+            text = (
                 "step: parameters are updated by either optimizers or the loop, not by both: the loop has changed them"
                 " after the last reduction, and after the one before, which counted as a step. If that was none (SAM),"
                 f" call discard() of {self._owner} after the change, before zero_grad()"
             )
-            error.on_all_ranks = True  # type: ignore[attr-defined]
-            raise error
+            raise on_all_ranks(RuntimeError(text))
         self._inside = optimizer
 
     def leave(self, optimizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import weakref
@@ -191,6 +192,17 @@ def warn_of_clipping(compressor: Compressor) -> None:
         " several steps have added up, so that their norm is another one than without compression. Pass overlap=False,"
         " so that clipping acts on each rank's own gradients before they are compressed",
         compressor.name,
+    )
+
+
+@functools.cache
+def warn_of_combined(rank: int) -> None:
+    """Warn, once, that gradients of several back-propagations seem to be combined, of which the last alone counts."""
+    logger.log(
+        logging.DEBUG if rank else logging.WARNING,
+        "p.grad was replaced before step(), after a zero_grad() that has thrown gradients away: if gradients of several"
+        " back-propagations are combined (PCGrad, clipping by sample), pass overlap=False. Otherwise residuals lose"
+        " what all but the last one have not sent",
     )
 
 
