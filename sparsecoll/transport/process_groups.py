@@ -5,6 +5,7 @@ torch is imported by the user; a process that has not imported torch.distributed
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import threading
@@ -167,7 +168,7 @@ class StoreMeeting:
 
     def __init__(self, store: Any, rank: int, size: int, prefix: str, counted: bool = False, start: str = "") -> None:
         self._store, self.rank, self.size = store, int(rank), int(size)  # of NumPy's, proofs would differ
-        self._prefix, self._counted, self._entry = prefix, counted, ""
+        self._prefix, self._counted, self._entry, self._seen = prefix, counted, "", ""
         self._number, self._failed = self._next_meeting() if counted else 0, f"failed/{start}"
 
     def _next_meeting(self) -> int:
@@ -188,12 +189,22 @@ class StoreMeeting:
         return self._counted and bool(self._store.check([self._key("begun", later=1)]))
 
     def entries(self) -> list[str] | None:
-        """Return all ranks' entries; None if some are not there yet."""
+        """Return all ranks' entries; None if some are not there yet, or not known to be those of living processes.
+
+        They are when each rank has told that it has seen the same ones.
+        """
         if self._is_over():
             self.clear()
             self.put(self._entry)
         keys = [self._key(rank) for rank in range(self.size)]
-        return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
+        if not self._store.check(keys):
+            return None
+        entries = [self._store.get(key).decode() for key in keys]
+        seen = hashlib.blake2b("\n".join(entries).encode(), digest_size=8).hexdigest()
+        if self._seen != seen:
+            self._store.set(self._key(f"{self.rank}/{seen}"), "")
+            self._seen = seen
+        return entries if self._store.check([self._key(f"{rank}/{seen}") for rank in range(self.size)]) else None
 
     def absent(self) -> list[int]:
         """Return the ranks that have left no entry."""
@@ -201,7 +212,8 @@ class StoreMeeting:
 
     def clear(self) -> None:
         """Remove this rank's entry, which all ranks have read: a job that is restarted may meet at the same place."""
-        self._store.delete_key(self._key(self.rank))
+        for key in (self._key(self.rank), self._key(f"{self.rank}/{self._seen}")):
+            self._store.delete_key(key)
 
     def fail(self, why: str) -> None:
         """Tell all ranks that this one cannot be connected."""

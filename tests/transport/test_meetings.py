@@ -77,6 +77,34 @@ def test_a_rank_that_waits_meets_the_one_that_replaces_a_process_which_never_cam
         assert all_met([waits.result(), new.result()])[0]
 
 
+@pytest.mark.parametrize("order", [(2, 0, 1), (2, 1, 0), (0, 2, 1), (1, 2, 0)])
+def test_a_rank_that_finds_the_entries_of_killed_processes_waits_for_living_ones(order):
+    """They were waiting for the last rank, which died before its first call; then all are started again."""
+    store, left = dist.HashStore(), []
+    for rank in range(2):
+        meeting = come(store, rank, 3)
+        with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meeting, "entries", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(meeting, "fail", lambda why: None)
+            connect(meeting, 20)
+        left.append(meeting)
+    begun = [threading.Event() for _ in order]
+
+    class Next(StoreMeeting):
+        def entries(self):
+            begun[order.index(self.rank)].set()
+            return super().entries()
+
+    def one(turn):
+        if turn:
+            assert begun[turn - 1].wait(20)
+        return connect(Next(store, order[turn], 3, "sparsecoll/0", counted=True), 20)
+
+    with ThreadPoolExecutor(3) as pool:
+        good, sizes = all_met(list(pool.map(one, range(3))))
+    assert good, sizes
+
+
 def test_what_has_failed_before_does_not_fail_the_next_meeting():
     store = dist.HashStore()
     for rank in range(2):
