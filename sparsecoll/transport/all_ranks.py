@@ -121,11 +121,11 @@ def exchanged(transport: Transport, message: Callable[[int], Buffer]) -> Iterato
 
 
 def joined(blocks: Sequence[Buffer]) -> Buffer:
-    """Return one message of at least one buffer: the sizes, then each buffer, padded to a multiple of 8 bytes."""
+    """Return one message of buffers: the sizes, then each buffer, padded to a multiple of 8 bytes."""
     sizes = [block.size for block in blocks]
     padded = [(size + 7) // 8 * 8 for size in sizes]
     start = 8 * len(sizes)
-    message = empty(start + sum(padded), np.uint8, blocks[0])
+    message = empty(start + sum(padded), np.uint8, blocks[0] if blocks else None)
     head = struct.pack(f"{len(sizes)}q", *sizes)
     message[:start] = asarray_like(np.frombuffer(head, np.uint8), message)
     for block, size, room in zip(blocks, sizes, padded, strict=True):
@@ -138,11 +138,7 @@ def joined(blocks: Sequence[Buffer]) -> Buffer:
 
 
 def separated(message: Buffer, count: int) -> list[Buffer]:
-    """Return views of the buffers in a message that `joined` made.
-
-    Raises:
-        CommunicationError: The message does not consist of `count` buffers.
-    """
+    """Return views of the buffers in a message of `joined`; raise CommunicationError unless it has `count` of them."""
     start = 8 * count
     sizes = struct.unpack_from(f"{count}q", to_host(message[:start])) if message.size >= start else (-1,)
     blocks = []

@@ -259,3 +259,15 @@ def test_frozen_integers_are_left_alone():
     optimizer = LocalOptimizer(inner, [("p", p), ("base", base)], group, every=1, dense_below=0)
     step(p, optimizer)
     assert p.tolist() == [-1.0] * 3 and base.tolist() == [1] * 3
+
+
+def test_a_fragment_may_have_no_parameters():
+    """As the activations among the layers of a Sequential."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    group, before = ElasticGroup(dist.HashStore()), [p.detach().clone() for p in model.parameters()]
+    optimizer = LocalOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, group, every=3, fragments=[*model])
+    for _ in range(6):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert group.number == 6
+    assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
