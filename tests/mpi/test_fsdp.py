@@ -105,6 +105,24 @@ def test_replicas_are_compared_whichever_parameters_the_optimizer_has_first(comm
         train(model, optimizer, comm.rank, [0])
 
 
+def test_replicas_are_compared_after_a_step_that_the_loop_takes_by_itself(comm):
+    model, _ = attached(MIDDLE, "topk", verify=2)
+
+    def step(number):
+        loss_of(model, batch(comm.rank, number)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad, alpha=0.1)
+        model.zero_grad()
+
+    for number in range(4):
+        step(number)
+    with torch.no_grad():
+        model.out.bias.to_local().add_(comm.rank)
+    with pytest.raises(CommunicationError, match="verify: expected the same bits on all ranks after step 4"):
+        step(4)
+
+
 def test_activation_checkpoints(comm):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
     from torch.distributed.fsdp import fully_shard

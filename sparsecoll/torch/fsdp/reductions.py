@@ -101,9 +101,13 @@ class ShardedReductions:
     def _after_step(self, compressor: Compressor) -> None:
         """Refuse a GradScaler that was not passed, and compare replicas if that is due."""
         refuse_unknown(self._scaler, compressor, "attach")
-        if not self._scattered:
+        self._compare_if_due()
+
+    def _compare_if_due(self) -> None:
+        """Compare replicas after a step, also of the loop's own, if that is due. Collective."""
+        every, stepped, self._steps.unverified = self._replica.options.verify, self._steps.unverified, False
+        if stepped and not self._scattered:
             self._replica.params = {shard.name: shard.local for shard in self._shards}
-            every = self._replica.options.verify
             if every and self._replica.context.step % every == 0:
                 self._failures.together("verify", self._replica.compare)  # also where other shards differ
 
@@ -210,6 +214,7 @@ class ShardedReductions:
         if self._reduced:
             return
         self._steps.commit_or_rollback()
+        self._compare_if_due()
         self._steps.gradients.to(State.SENDING)
         if [layout.names for layout in self._layouts()] != [bucket.layout.names for bucket, _ in self._buckets]:
             self._bind()  # parameters were frozen or unfrozen
