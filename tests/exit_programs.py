@@ -22,6 +22,7 @@ def _end():  # the last handler, since it is the first one that is registered
         Path(ENDED, str(os.getpid())).touch()
 
 
+import exit_frees as frees  # noqa: E402
 import numpy as np  # noqa: E402
 
 import sparsecoll  # noqa: E402
@@ -139,34 +140,6 @@ def finalized(pending):
     MPI.Finalize()
     for request in requests:
         request.wait()
-
-
-def gathered(end):
-    """The others send to the last one more than MPI sends ahead; from the second call on, nothing else is sent."""
-    x = SparseVector(np.arange(300_000), np.ones(300_000), 600_000)
-    sparsecoll.gather(COMM, x, root=LAST)
-    if RANK != LAST:
-        tell(lambda: sparsecoll.gather(COMM, x, root=LAST))
-        sys.exit(5)
-    end()
-
-
-def freed():
-    """An exception leaves the block that frees the communicator, on the last rank only."""
-    own = COMM.Dup()
-    try:
-        for step in range(10):
-            if RANK != LAST:
-                time.sleep(0.05 * RANK)
-            if step == 3 and RANK == LAST:
-                raises()
-            call(own)
-        say(f"<rank {RANK}: done>")
-    except sparsecoll.CommunicationError as error:
-        say(f"<rank {RANK}: {error}>")
-        sys.exit(5)
-    finally:
-        own.Free()
 
 
 def early():
@@ -383,9 +356,7 @@ CASES = {
     "plan": plan,
     "plainly": lambda: raises(others(forever)),
     "early": early,
-    "gathered": lambda: gathered(raises),
-    "gathered, ends": lambda: gathered(lambda: None),
-    "freed": freed,
+    **frees.cases(sys.modules[__name__]),
     "finalized": lambda: finalized(False),
     "pending, finalized": lambda: finalized(True),
     "ddp, loss": lambda: ddp(in_loss),

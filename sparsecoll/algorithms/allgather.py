@@ -72,7 +72,8 @@ class Allgather(Algorithm):
         with channel.phase("gather"):
             arrived = list(pipeline.allgather(channel, parts, rounded=True))
         with channel.phase("merge"):
-            return Reduction(channel.merge([part for parts in zip(*arrived, strict=True) for part in parts]), x)
+            rows = [part for parts in zip(*arrived, strict=True) for part in parts]
+            return _rounded(channel, x, channel.merge(rows, partial=_widens(channel, x)))
 
     @staticmethod
     def _pipelined(channel: Channel, x: SparseVector, k: int, stages: int) -> Reduction:
@@ -89,7 +90,7 @@ class Allgather(Algorithm):
 def _widens(channel: Channel, x: SparseVector) -> bool:
     """Return whether sums of values are formed in a wider dtype of floats, and what rounding takes is accounted for."""
     dtype = channel.dtype or x.dtype
-    return channel.op.sums and not channel.width and accumulator_dtype(dtype) != dtype
+    return channel.op.sums and accumulator_dtype(dtype) != dtype
 
 
 def _rounded(channel: Channel, x: SparseVector, total: SparseVector) -> Reduction:

@@ -57,10 +57,8 @@ class Reduction(Generic[V]):
         contributed: V | Callable[[], V],
         parts: Sequence[Sequence[SparseVector]] | None = None,
     ) -> None:
-        self._value = value
-        self.parts = parts
+        self._value, self._contributed, self.parts = value, contributed, parts
         self.traffic = Traffic()
-        self._contributed = contributed
 
     @property
     def value(self) -> V:
@@ -213,8 +211,7 @@ class Loss:
     """
 
     def __init__(self, channel: Channel, *parts: SparseVector) -> None:
-        self._channel = channel
-        self._parts = list(parts)
+        self._channel, self._parts = channel, list(parts)
 
     def add(self, part: SparseVector) -> None:
         """Record what was removed from a sum."""

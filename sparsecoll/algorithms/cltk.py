@@ -30,8 +30,7 @@ class CLTk(Algorithm):
     of the sum as far as ranks have their large entries at the same indices, as accumulated gradients do.
 
     Volume: at most k words of indices, and 2k(P-1)/P of values, in ceil(log2 P) messages of the broadcast and those of
-    `dense`.
-    Memory: k entries.
+    `dense`. Memory: k entries.
 
     Args:
         k: as in `sparsecoll.Algorithm`.

@@ -46,8 +46,7 @@ class Dense(Algorithm):
 
     Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense) in 2(P-1) messages, 2(P-1) for each piece of a chunk in
     the ring, or 2 ceil(log2 P). The bits of sparse vectors take another n/16 words and 2 log2 P messages (3n/32 and
-    2 log2 P + 2 if P is not a power of two).
-    Memory: 2n values.
+    2 log2 P + 2 if P is not a power of two). Memory: 2n values.
 
     Args:
         k: as in `sparsecoll.Algorithm`.

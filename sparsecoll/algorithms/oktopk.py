@@ -126,8 +126,10 @@ class OkTopk(Algorithm):
         self._adapt_state_to(x.length, k)
         if len(self._owners) != channel.size or self._calls % self.tau == 0 or self._overloaded:
             with channel.phase("repartition"):
-                self._boundaries, self._owners = self._space_repartition(channel, x)
-                self._overloaded = False
+                edges = partition.boundaries(channel.transport, x, self.repartition)
+                asked = self.repartition == "histogram" and channel.size > 1
+                owners = partition.owners(channel.transport, x, edges) if asked else list(range(channel.size))
+                self._boundaries, self._owners, self._overloaded = edges, owners, False
         with channel.phase("split"):
             reduced, load = self._split_and_reduce(channel, x, k)
         with channel.phase("threshold"):
@@ -143,15 +145,6 @@ class OkTopk(Algorithm):
             return loss.subtract_from(x.intersect(value))
 
         return Reduction(value, contributed)
-
-    # 2. space repartition
-
-    def _space_repartition(self, channel: Channel, x: SparseVector) -> tuple[list[int], list[int]]:
-        """Return P + 1 boundaries and the owner of each region, the same on every rank."""
-        edges = partition.boundaries(channel.transport, x, self.repartition)
-        if self.repartition != "histogram" or channel.size == 1:
-            return edges, list(range(channel.size))
-        return edges, partition.owners(channel.transport, x, edges)
 
     # 3. split and reduce
 

@@ -74,11 +74,9 @@ def rows(
     if isinstance(comm, (int, list, tuple, range)):
         more = repeat, network, ranks_per_node
         return [simulated(P, length, c, *more) for P in _several(comm) for length in lengths for c in some]
-    rank, found = as_transport(comm).rank, []
-    for length in lengths:
-        vectors = heavy_tailed(length, rank)
-        found += [measure(comm, call, vectors, repeat) for call in some]
-    return found
+    rank = as_transport(comm).rank
+    gradients = (heavy_tailed(length, rank) for length in lengths)  # one at a time in memory
+    return [measure(comm, c, vectors, repeat) for vectors in gradients for c in some]
 
 
 def _several(given: Any) -> list[Any]:

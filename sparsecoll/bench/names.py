@@ -86,9 +86,8 @@ def _own_class(what: str, path: str, base: Any) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever a module raises
-        raise ValueError(
-            f"{what}: expected MODULE:CLASS that can be imported, got {path!r} ({type(error).__name__}: {error})"
-        ) from None
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{what}: expected MODULE:CLASS that can be imported, got {path!r} ({why})") from None
     if not isinstance(found, type) or not issubclass(found, base):
         kind = f"the class {name}" if isinstance(found, type) else f"an object of {type(found).__name__}"
         raise ValueError(f"{what}: expected a class derived from {base.__name__}, got {path!r}, {kind}")

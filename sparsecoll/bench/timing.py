@@ -291,10 +291,8 @@ def about() -> Row:
     """Return machine, versions and commit, for the head of a file of rows."""
     versions = {"python": platform.python_version(), "sparsecoll": __version__}
     for name in ("numpy", "numba", "mpi4py", "torch"):
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     if "mpi4py.MPI" in sys.modules:
         versions["MPI"] = sys.modules["mpi4py.MPI"].Get_library_version().splitlines()[0].strip("\0 ")
     return {"machine": f"{_processor()}, {os.cpu_count()} cores", "versions": versions, "commit": _commit()}

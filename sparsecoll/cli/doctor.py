@@ -178,13 +178,10 @@ def _ranks(comm: Any) -> Iterator[Finding]:
         missing = [name for name in launcher.MEETING if name not in os.environ]
         lacking = f"{', '.join(missing)} in the environment" if missing else "torch that can be imported"
         advice = f"the ranks cannot meet without {lacking}: start them with torchrun"
-    elif _lacking("mpi4py"):
-        advice = f"each of the {processes} processes is a separate job: pip install mpi4py"
     else:
-        advice = (
-            f"each of the {processes} processes is a separate job: this launcher belongs to another MPI than the one"
-            " that mpi4py loads (see the row MPI); start it with that MPI's mpirun"
-        )
+        another = "this launcher belongs to another MPI than the one that mpi4py loads (see the row MPI)"
+        cure = "pip install mpi4py" if _lacking("mpi4py") else f"{another}; start it with that MPI's mpirun"
+        advice = f"each of the {processes} processes is a separate job: {cure}"
     yield Finding("ranks", f"1, although {variable} is {processes}", BAD, advice)
 
 

@@ -89,7 +89,5 @@ def advice(found: list[Prediction]) -> str:
         return f"yes: {best.method} is predicted to be {faster:.1f} times faster than {MPI_ALLREDUCE}; {share}."
     if faster > 1:
         return f"hardly: {best.method} is predicted to be {faster:.2f} times as fast as {MPI_ALLREDUCE}; {share}."
-    return (
-        f"no: stay with dense: {best.method}, the fastest sparse sum, is predicted to take {1 / faster:.1f} times as"
-        f" long as {MPI_ALLREDUCE}; {share}."
-    )
+    slower = f"{1 / faster:.1f} times as long as {MPI_ALLREDUCE}"
+    return f"no: stay with dense: {best.method}, the fastest sparse sum, is predicted to take {slower}; {share}."

@@ -35,8 +35,6 @@ def check_mpi4py() -> None:
     """End the program if an mpirun has started it, and mpi4py is missing: each process would be a job of one rank."""
     variable, processes = launcher.processes()
     if processes > 1 and variable != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:
-        fail(
-            f"mpi4py: expected it to be installed for the {processes} ranks of the job (from {variable}), got none:"
-            " pip install mpi4py, or start the job with torchrun",
-            1,
-        )
+        use = f"for the {processes} ranks of the job (from {variable})"
+        cure = "pip install mpi4py, or start the job with torchrun"
+        fail(f"mpi4py: expected it to be installed {use}, got none: {cure}", 1)

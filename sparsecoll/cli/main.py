@@ -101,25 +101,24 @@ def _bench(options: argparse.Namespace) -> None:
 def _bench_on(comm: Any, options: argparse.Namespace) -> None:
     _warn_of_one_rank(comm)
     _check_writable(comm, options.json)
-    rank, given, dtype = as_transport(comm).rank, None, np.dtype(np.float32)
+    transport, given, dtype = as_transport(comm), None, np.dtype(np.float32)
     with _checking_arguments():
         if options.gradient:
-            read = partial(timing.from_file, options.gradient, rank)
+            read = partial(timing.from_file, options.gradient, transport.rank)
             given = _everywhere(comm, read, lambda given: {"length": given.n, "dtype": given.base.dtype.name})
             dtype = given.base.dtype
         if MPI_ALLREDUCE in options.algo and (not hasattr(comm, "Allreduce") or dtype == np.float16):
             _note(f"{MPI_ALLREDUCE} is left out, because {'MPI has no float16' if dtype == np.float16 else NOT_MPI}")
             rest = [algo for algo in options.algo if algo != MPI_ALLREDUCE]
-            options.algo = rest if as_transport(comm).size == 1 or "dense" in rest else ["dense", *rest]
+            options.algo = rest if transport.size == 1 or "dense" in rest else ["dense", *rest]
         calls = _everywhere(comm, partial(_calls, options, dtype))
 
     report = Report([str(call) for call in calls], options.json) if _writes(comm) else None
     for n in [0] if given else options.n:
-        vectors = given or _everywhere(comm, partial(timing.heavy_tailed, n, rank))
+        vectors = given or _everywhere(comm, partial(timing.heavy_tailed, n, transport.rank))
         for call in calls:
             row = timing.measure(comm, call, vectors, options.repeat)
             _everywhere(comm, partial(report.add, row) if report else lambda: None)
-    transport = as_transport(comm)
     network = measured_network(comm) if transport.size > 1 else None
     if network and _writes(comm):
         sys.stdout.write(f"messages, rank 0 to {transport.size - 1}: {network}\n")
@@ -212,10 +211,8 @@ def _warn_of_one_rank(comm: Any) -> None:
         return
     variable, processes = launcher.processes()
     if processes > 1:
-        _note(
-            f"this job has 1 rank, but {variable}={processes}: the launcher is not that of the MPI that mpi4py loads,"
-            " or not used at all; see `sparsecoll doctor`"
-        )
+        why = "the launcher is not that of the MPI that mpi4py loads, or not used at all; see `sparsecoll doctor`"
+        _note(f"this job has 1 rank, but {variable}={processes}: {why}")
     else:
         _note("there is only 1 rank, so nothing is communicated; start it with mpirun -n P or torchrun")
 

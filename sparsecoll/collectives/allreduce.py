@@ -179,9 +179,9 @@ def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, re
         return returned(algorithm, reduction.value, x, vector, back, transport, options, dtype)
     value = result_of(reduction.value, vector, transport, options)
     contributed = reduction.contributed.to_sparse()._copy_if_overlapping(vector)
-    scaled = (
-        Reduction(value, contributed) if dtype is None else Reduction(value.astype(dtype), contributed.astype(dtype))
-    )
+    if dtype is not None:
+        value, contributed = value.astype(dtype), contributed.astype(dtype)
+    scaled = Reduction(value, contributed)
     scaled.traffic = transport.traffic.since(before)
     return scaled
 
@@ -275,22 +275,16 @@ def arguments_of(
     if dense and not algorithm.takes_dense:
         raise ValueError(f"k, density: expected one of them for a dense x with algo={algorithm.name!r}, got neither")
     if k is not None and algorithm.takes_dense and algorithm.returns_dense:
-        raise ValueError(
-            f"k, density: expected neither with algo={algorithm.name!r}, which sums all values, got"
-            f" k={options.k} and density={options.density}"
-        )
+        what = f"algo={algorithm.name!r}, which sums all values"
+        raise ValueError(f"k, density: expected neither with {what}, got k={options.k} and density={options.density}")
     if not options.operation.sums and not algorithm.takes_ops:
         raise ValueError(
             f"op: expected 'sum' or 'mean' with algo={algorithm.describe()}, got {options.operation.name!r}:"
             ' use algo="auto" or another one that forms exact sums'
         )
     options.check_dtype(vector.dtype, f"algo={algorithm.name!r}" if algorithm.sends_sums else None)
-    call.signature |= {
-        "x": "dense" if dense else "sparse",
-        **options.signature(vector, call.transport),
-        "k": k,
-        "algo": algorithm.describe(),
-    }
+    call.signature |= {"x": "dense" if dense else "sparse", **options.signature(vector, call.transport)}
+    call.signature |= {"k": k, "algo": algorithm.describe()}
     found = Arguments(options, k, call.signature, call.checksum())
     if len(known) >= MAX_KNOWN:
         known.clear()

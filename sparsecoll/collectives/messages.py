@@ -91,9 +91,8 @@ def exchange_messages(transport: Transport, messages: dict[int, Buffer], sources
     """
     rank, size = transport.rank, transport.size
     with transport.phase("exchange"):
-        for to in sorted(messages, key=lambda to: (to - rank) % size):
-            if to != rank:
-                transport.isend(to, messages[to])
+        for to in sorted(messages.keys() - {rank}, key=lambda to: (to - rank) % size):
+            transport.isend(to, messages[to])
         requests = {source: transport.irecv(source) for source in sources if source != rank}
         arrived = {s: requests[s].wait() if s in requests else messages[s] for s in sources}
         transport.waitall()

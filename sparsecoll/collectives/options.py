@@ -83,7 +83,7 @@ class CallOptions:
     @functools.cached_property
     def operation(self) -> Operation:
         """`op`, a name or an operation of mpi4py, which is not imported for it, and `missing` as an object."""
-        op = self.op
+        op = name = self.op
         if self.missing not in MISSING:
             raise ValueError(f"missing: expected 'ignore' or 'zero', got {self.missing!r}")
         if type(op).__module__ == "mpi4py.MPI" and type(op).__name__ == "Op":
@@ -93,11 +93,8 @@ class CallOptions:
                 known = ", ".join(f"MPI.{known}" for known in MPI_NAMES)
                 raise ValueError(f"op: expected one of {known}, got another operation of MPI")
         elif not isinstance(op, str):
-            raise TypeError(
-                f"op: expected a name or an operation of mpi4py, got {op!r}: use one of {', '.join(OPERATIONS)}"
-            )
-        else:
-            name = op
+            known = ", ".join(OPERATIONS)
+            raise TypeError(f"op: expected a name or an operation of mpi4py, got {op!r}: use one of {known}")
         check_choice("op", name, OPERATIONS)
         return Operation(name, self.missing == "zero")
 
@@ -153,9 +150,8 @@ class CallOptions:
         if narrow is None:
             return
         check_choice("value_dtype", narrow, VALUE_DTYPES_ON_THE_WIRE)
-        if narrow == dtype.name:
-            return
-        if dtype.kind != "f" or np.dtype(formats.WIRE_DTYPES[narrow].stored).itemsize > dtype.itemsize:
+        wider = dtype.kind != "f" or formats.WIRE_DTYPES[narrow].stored.itemsize > dtype.itemsize
+        if wider and narrow != dtype.name:
             raise ValueError(f"value_dtype: expected no wider than x and x of floats, got {narrow} for {dtype}")
 
     def check_finite(self, x: Vector | RowSparse, words: Any = ()) -> None:
@@ -243,13 +239,12 @@ class CallOptions:
         if converted is None and convert.has_keys(x):
             converted = keyed.to_vector(call, x, self)[:2]
         entries, back = self.to_entries(x, sums, converted)
-        rows = entries.width > 0
         call.signature |= self.signature(entries, call.transport) | convert.shape_of(x)
         call.signature |= {"k": self.resolve_k(entries.length)}
         if isinstance(back, ToArray):
             call.signature |= {"x": "an array", "shape": list(back.shape)}
         channel = self.channel(call.transport, entries)
-        channel.held = call.agree(entries.nnz if rows else None, self.check)
+        channel.held = call.agree(entries.nnz if entries.width else None, self.check)
         channel.limit(entries.dtype)
         return channel, channel.roundtrip(self.prepared(entries, call.transport)), back
 

@@ -133,9 +133,8 @@ def reduce_scatter_vectors(
         channel, edges = options.channel(transport, vector), [n // size * j for j in range(size + 1)]
         channel.limit(vector.dtype)
         if isinstance(vector, DenseVector):
-            reduction: Reduction = Reduction(
-                sum_of_chunk(channel, vector, edges), lambda: formats.rounded(vector, channel.value_dtype)
-            )
+            chunk = sum_of_chunk(channel, vector, edges)
+            reduction: Reduction = Reduction(chunk, lambda: formats.rounded(vector, channel.value_dtype))
         else:
             sent = [channel.roundtrip(region) for region in vector.split(edges)]  # a lossy format rounds each by itself
             with channel.phase("split"):

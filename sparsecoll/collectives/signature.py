@@ -158,13 +158,9 @@ def takes(options: type) -> Callable[[F], F]:
         signature, text = inspect.signature(call), call.__doc__ or ""
         parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         kind = inspect.Parameter.KEYWORD_ONLY
-        parameters += [
-            inspect.Parameter(name, kind, default=defaults.get(name), annotation=types[name]) for name in order
-        ]
+        parameters += [inspect.Parameter(n, kind, default=defaults.get(n), annotation=types[n]) for n in order]
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        entries = "".join(
-            f"        {name}: {DESCRIPTIONS[name]}\n" for name in order if f"{' ' * 8}{name}: " not in text
-        )
+        entries = "".join(f"        {n}: {DESCRIPTIONS[n]}\n" for n in order if f"        {n}: " not in text)
         raises = RAISES.format(finite=FINITE * ("nonfinite" in order))
         text = text if "    Raises:" in text else text.replace("    Volume:", f"{raises}    Volume:")
         call.__doc__ = OPTIONS.sub(lambda _: entries, text)

@@ -102,15 +102,13 @@ class AutoFormat(Chooser):
         if self.beta is None:
             return size
         c = CODING[form.name]
-        seconds = (c.encode + c.decode) * x.nnz + (c.encode_span + c.decode_span) * x.extent
-        return self.beta * size + seconds
+        return self.beta * size + ((c.encode + c.decode) * x.nnz + (c.encode_span + c.decode_span) * x.extent)
 
     @staticmethod
     def _hopeless(form: Format, x: SparseVector, wire: WireDtype, best: int) -> bool:
         """Return whether a sample predicts that DenseStream, the slowest to plan, is 10 % larger than the best."""
-        if not isinstance(form, DenseStreamFormat) or x.nnz <= 2 * SAMPLES:
-            return False
-        return form.estimate(x, wire, SAMPLES) > 1.1 * best
+        long = x.nnz > 2 * SAMPLES
+        return long and isinstance(form, DenseStreamFormat) and form.estimate(x, wire, SAMPLES) > 1.1 * best
 
     def sparse(self) -> Format:
         return choosing(self.beta, SPARSE)

@@ -254,8 +254,13 @@ class Format(ABC):
                 numbers to real ones.
         """
         y = self.decode(buffer, dense.length)
-        check_addition(y.dtype, dense)
+        self._check_addition(y.dtype, dense)
         dense.add_at(y)
+
+    def _check_addition(self, dtype: np.dtype[Any], dense: DenseVector) -> None:
+        """Raise CommunicationError unless values of `dtype`, in a message, can be added to those of `dense`."""
+        if not can_add(dtype, dense.dtype):
+            raise CommunicationError(f"message: expected values that can be added to {dense.dtype}, got {dtype}")
 
     def read_header(
         self, buffer: Buffer, length: int, per_byte: int = 1, width: int = 0
@@ -281,24 +286,14 @@ class Format(ABC):
         if format_id != self.id or version != VERSION or values != width or value_id not in _BY_ID:
             raise CommunicationError(f"message: not a {self.name} message (header {header.tobytes().hex()})")
         if index_bytes != expected.itemsize or nnz > min(length, per_byte * buffer.size):
-            raise CommunicationError(
-                f"message: {nnz} entries with {index_bytes}-byte indices do not fit length {length}"
-                f" and {buffer.size} bytes"
-            )
+            found = f"{nnz} entries with {index_bytes}-byte indices"
+            raise CommunicationError(f"message: {found} do not fit length {length} and {buffer.size} bytes")
         return _BY_ID[value_id], expected, int(nnz)
 
     def check_size(self, buffer: Buffer, expected: int, nnz: int) -> None:
         """Raise CommunicationError unless a message of `nnz` entries has the expected size in bytes; for `decode`."""
-        if buffer.size != expected:
-            raise CommunicationError(
-                f"message: expected {expected} bytes for {nnz} entries in {self.name}, got {buffer.size}"
-            )
-
-
-def check_addition(dtype: np.dtype[Any], dense: DenseVector) -> None:
-    """Raise CommunicationError unless values of `dtype`, in a message, can be added to those of `dense`."""
-    if not can_add(dtype, dense.dtype):
-        raise CommunicationError(f"message: expected values that can be added to {dense.dtype}, got {dtype}")
+        if (size := buffer.size) != expected:
+            raise CommunicationError(f"message: expected {expected} bytes for {nnz} entries in {self.name}, got {size}")
 
 
 class Chooser(Format):

@@ -158,8 +158,7 @@ class PackedExponents(PackedFormat):
         if damaged or not bits or (width == 0).any() or (width > bits).any():
             raise CommunicationError(f"message: exponents of {count} values of {wire.name} are damaged")
         offsets = kernels_of(stored).exponent_offsets(table, count, bits, wire.stored.itemsize)
-        size = int(table.nbytes + offsets[-1])
-        if size > stored.size:
+        if (size := int(table.nbytes + offsets[-1])) > stored.size:
             raise CommunicationError(
                 f"message: expected {size} bytes of {count} values in {self.name}, got {stored.size}"
             )

@@ -8,16 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError, check_integer
-from sparsecoll.formats.base import (
-    HEADER,
-    Buffer,
-    Encoding,
-    Format,
-    WireDtype,
-    check_addition,
-    index_and_value_bytes,
-    rounded,
-)
+from sparsecoll.formats.base import HEADER, Buffer, Encoding, Format, WireDtype, index_and_value_bytes, rounded
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
 from sparsecoll.vector import DenseVector, SparseVector
@@ -130,5 +121,5 @@ class SlotsFormat(Format):
     def add_into(self, dense: DenseVector, buffer: Buffer) -> None:
         """Sparse decoding (section 4.3): slot by slot, in any order; nothing is sorted."""
         indices, values, _ = self._read(buffer, dense.length)
-        check_addition(values.dtype, dense)
+        self._check_addition(values.dtype, dense)
         dense.scatter_add(indices, values)

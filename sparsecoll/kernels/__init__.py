@@ -59,17 +59,12 @@ def kernels_of_values(values: Any) -> ModuleType:
 
 
 def kernels_of(array: Any) -> ModuleType:
-    """The kernels for `array`, a NumPy or CuPy array: `cpu` (or `reference`) or `gpu`.
-
-    Raises:
-        TypeError: `array` is of another type.
-    """
+    """The kernels for a NumPy or CuPy array: `cpu` (or `reference`) or `gpu`; raises TypeError for another type."""
     if isinstance(array, np.ndarray):
         return host_kernels()
     if on_gpu(array):
         from sparsecoll.kernels import gpu
 
         return gpu
-    raise TypeError(
-        f"array: expected a numpy.ndarray or a cupy.ndarray, got {type(array).__module__}.{type(array).__qualname__}"
-    )
+    kind = type(array)
+    raise TypeError(f"array: expected a numpy.ndarray or a cupy.ndarray, got {kind.__module__}.{kind.__qualname__}")

@@ -99,8 +99,6 @@ class Pass(NamedTuple):
 
 
 PLAIN = Pass()
-
-
 COMPILED_DTYPES = tuple(map(np.dtype, ("float16", "float32", "float64", "int32", "int64")))  # that all kernels take
 _UINT32: np.dtype[Any] = np.dtype(np.uint32)
 _UINT64: np.dtype[Any] = np.dtype(np.uint64)

@@ -91,11 +91,7 @@ def asarray_like(host: NDArray[Any], like: Any) -> Any:
 
 
 def from_dlpack(array: Any) -> Any:
-    """A CuPy array that shares the memory of another library's GPU array.
-
-    Raises:
-        TypeError: CuPy cannot be imported.
-    """
+    """A CuPy array on the memory of another library's GPU array; raises TypeError if CuPy cannot be imported."""
     try:
         return _gpu().from_dlpack(array)
     except ImportError as error:

@@ -31,11 +31,7 @@ def stride_for(length: int, size: int) -> int:
 
 
 def sample_of(values: Array, work: Pass, every: slice, form: Form) -> Array:
-    """A copy of values[every] as they are after `work`, which is done to the copy alone.
-
-    Args:
-        form: the kernel.
-    """
+    """A copy of values[every] as they are after `work`, which the kernel `form` does to the copy alone."""
     source, momentum, add, _ = work
     sample = (values if source is None else source)[every].copy()
     if momentum is not None:

@@ -111,8 +111,7 @@ class ThresholdReuse(Selector):
         """Find out whether the threshold would have been accepted in this call, whose exact one is `lowest`."""
         if not self.value or not (0 < lowest < math.inf):
             return
-        k = chosen.nnz
         if self.value > lowest:
-            self.steady = self.accepts(chosen.count_at_least(self.value), k)
+            self.steady = self.accepts(chosen.count_at_least(self.value), chosen.nnz)
         else:  # the number of entries above a lower one is not known
             self.steady = self.slope * math.log(lowest / self.value) <= math.log(1 + self.tolerance)

@@ -27,9 +27,8 @@ class MagnitudeStats:
     """
 
     def __init__(self, x: Vector, expected_nnz: int) -> None:
-        (total, squares, magnitudes, self.largest), self._candidates, self._bound = x.magnitude_stats(
-            min(expected_nnz, x.nnz)
-        )
+        moments, self._candidates, self._bound = x.magnitude_stats(min(expected_nnz, x.nnz))
+        total, squares, magnitudes, self.largest = moments
         self._x = x
         self.mean = total / x.nnz
         self.mean_magnitude = magnitudes / x.nnz

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -49,15 +50,13 @@ def check_algorithm(algorithm: Algorithm, expected: Expected | None = None, long
         raise ValueError(f"algo: expected `semantics` to be one of {SEMANTICS}, got {algorithm.semantics!r}")
     if expected is None and type(algorithm).select is Algorithm.select and algorithm.selector is None:
         expected = {"exact_sum": exact_sum, "top_k_of_sum": top_k_of_sum}.get(algorithm.semantics)
-    for name in DISTRIBUTIONS:
-        for P in RANKS:
-            _check(algorithm, expected, name, P)
+    for name, P in product(DISTRIBUTIONS, RANKS):
+        _check(algorithm, expected, name, P)
     for name in ("random", "ties", "one_region", "empty_ranks"):
         for dtype in ("float16", "float64", "int32", "int64"):
             _check(algorithm, expected, name, 5, dtype)
-    for name in ("random", "ties", "disjoint", "nnz_below_P"):
-        for k in (0, 1, 7, 59, 5000):
-            _check(algorithm, expected, name, 6, k=k)
+    for name, k in product(("random", "ties", "disjoint", "nnz_below_P"), (0, 1, 7, 59, 5000)):
+        _check(algorithm, expected, name, 6, k=k)
     for name, form in FORMATS.items():
         if not form.lossy:
             _check(algorithm, expected, "random", 5, format=name)
@@ -179,11 +178,10 @@ def _long(algorithm: Algorithm) -> None:
 
 
 def _tiny_lengths(algorithm: Algorithm) -> None:
-    for n in (0, 1, 2, 4, 11):
-        for P in (1, 2, 5, 12):
-            inputs = [np.arange(1, n + 1, dtype=np.float32) * (rank + 1) for rank in range(P)]
-            value = _reduced(algorithm, inputs, k=n)[0].value
-            np.testing.assert_array_equal(value.to_dense(), np.sum(inputs, axis=0, dtype=np.float32))
+    for n, P in product((0, 1, 2, 4, 11), (1, 2, 5, 12)):
+        inputs = [np.arange(1, n + 1, dtype=np.float32) * (rank + 1) for rank in range(P)]
+        value = _reduced(algorithm, inputs, k=n)[0].value
+        np.testing.assert_array_equal(value.to_dense(), np.sum(inputs, axis=0, dtype=np.float32))
 
 
 def _half_precision(algorithm: Algorithm) -> None:

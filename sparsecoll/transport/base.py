@@ -386,11 +386,7 @@ class ReceiveRequest:
     _request: Any
 
     def wait(self) -> Buffer:
-        """Wait for the message and return it.
-
-        Raises:
-            CallMismatch: A message with another tag was received.
-        """
+        """Wait for the message and return it; raise CallMismatch if one with another tag was received."""
         with span("wait"):
             buffer: Buffer = self._request.wait()
         for counts in self._transport._counters():

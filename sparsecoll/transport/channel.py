@@ -120,8 +120,7 @@ class Channel:
 
     def allgather(self, x: S) -> list[S]:
         """Return every rank's vector in rank order, this rank's as the others receive it; ceil(log2 P) messages."""
-        blocks = allgatherv(self.transport, self.encode(x))
-        return [self.decode(block) for block in blocks]  # type: ignore[misc]
+        return [self.decode(block) for block in allgatherv(self.transport, self.encode(x))]  # type: ignore[misc]
 
     def exchange(self, region: Callable[[int], S]) -> list[S]:
         """Send region(j) to rank j, and return every rank's entries in this rank's region, in rank order.

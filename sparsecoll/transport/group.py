@@ -27,8 +27,7 @@ class GroupTransport(Transport):
 
     def __init__(self, parent: Transport, members: list[int]) -> None:
         super().__init__(members.index(parent.rank), len(members))
-        self.parent = parent
-        self.members = members
+        self.parent, self.members = parent, members
         self.virtual, self.traffic = parent.virtual, parent.traffic
 
     def _counters(self) -> tuple[Counts, ...]:

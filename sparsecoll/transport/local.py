@@ -17,9 +17,6 @@ class LocalTransport(Transport):
     def __init__(self) -> None:
         super().__init__(0, 1)
 
-    def machines(self) -> list[int]:
-        return [0]
-
     def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
         raise CommunicationError("send: a communicator of one rank has no other rank")
 

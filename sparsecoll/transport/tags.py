@@ -39,6 +39,13 @@ def tag_of(call: int, name: int, step: int, number: int) -> int:
     return FIRST_TAG + (((turn * NAMES + name) * STEPS + step) * PHASES + phase) * NUMBERS + number
 
 
+def short_tag(tag: int, calls: int) -> int:
+    """Return a tag as it is sent over MPI, which has few: modulo PHASES * NUMBERS, and that of reports by phase."""
+    if tag < FIRST_TAG:
+        return tag + calls % PHASES if tag == ERROR_TAG else tag
+    return FIRST_TAG + (tag - FIRST_TAG) % (PHASES * NUMBERS)
+
+
 def parts_of(tag: int) -> tuple[int, int, int, int]:
     """Return the arguments of `tag_of`."""
     rest, number = divmod(tag - FIRST_TAG, NUMBERS)

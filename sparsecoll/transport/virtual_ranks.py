@@ -87,11 +87,8 @@ class World:
     """What the virtual ranks of one simulation share: mailboxes, ports, and the baton."""
 
     def __init__(self, size: int, network: Network, ranks_per_node: int, inside: Network, schedule: Schedule) -> None:
-        self.size = size
-        self.network = network
-        self.inside = inside
-        self.ranks_per_node = ranks_per_node
-        self.schedule = schedule
+        self.size, self.ranks_per_node, self.schedule = size, ranks_per_node, schedule
+        self.network, self.inside = network, inside
         self.ports = {node: Port() for node in range(-(-size // ranks_per_node))}
         self.clocks = [Clock() for _ in range(size)]
         self.mail: dict[Route, deque[Message]] = {}
@@ -224,8 +221,7 @@ class SimTransport(Transport):
         self, world: World, members: list[int], rank: int, costs: Costs | None = None, context: Hashable = ()
     ) -> None:
         super().__init__(rank, len(members))
-        self.members = members
-        self.context = context
+        self.members, self.context = members, context
         self._world = world
         self._costs = costs or Costs()
         self._clock = world.clocks[members[rank]]

@@ -78,13 +78,11 @@ class Arithmetic(Entries):
         dtype = common_dtype(self.dtype, PYTHON.get(type(factor)) or np.asarray(factor).dtype)
         check_value_dtype(dtype)
         wide = accumulator_dtype(dtype)
-        values = operation(self.values.astype(wide), wide.type(factor))
-        return self.with_values(values.astype(dtype, copy=False))
+        return self.with_values(operation(self.values.astype(wide), wide.type(factor)).astype(dtype, copy=False))
 
-    def __eq__(self, other: object) -> Any:
+    def __eq__(self, other: Any) -> Any:
         if not self._is_same_type(other):
             return NotImplemented
-        assert isinstance(other, Arithmetic)
         same = (self.shape, self.nnz, self.on_gpu) == (other.shape, other.nnz, other.on_gpu)
         return same and bool((self.indices == other.indices).all()) and bool((self.values == other.values).all())
 

@@ -89,10 +89,8 @@ def used_indices(x: Any, rows: int, width: int) -> NDArray[Any]:
     """
     starts, stored = x.indptr, min(len(x.indices), len(x.data))
     if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] > stored or bool((starts[1:] < starts[:-1]).any()):
-        raise ValueError(
-            f"x: expected indptr to ascend from 0 to at most {stored} stored entries, in {rows + 1} items,"
-            " got others: x.check_format() of SciPy says which"
-        )
+        limits = f"from 0 to at most {stored} stored entries, in {rows + 1} items"
+        raise ValueError(f"x: expected indptr to ascend {limits}, got others: x.check_format() of SciPy says which")
     indices: NDArray[Any] = x.indices[: starts[-1]]
     check_below(indices, width, f"in {x.format} format")
     return indices

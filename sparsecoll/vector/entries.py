@@ -49,10 +49,9 @@ class Entries(Values):
         if position >= 0:
             before, index = int(self.indices[position - 1]), int(self.indices[position])
             what = "repeated" if before == index else "unsorted"
-            raise ValueError(
-                f"{self._kind.indices}: expected strictly ascending, got {what}: {before} at position {position - 1},"
-                f" then {index}; {self._kind.name}.from_pairs takes them in any order"
-            )
+            found = f"{what}: {before} at position {position - 1}, then {index}"
+            cure = f"{self._kind.name}.from_pairs takes them in any order"
+            raise ValueError(f"{self._kind.indices}: expected strictly ascending, got {found}; {cure}")
 
     @classmethod
     def from_sorted_unchecked(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
@@ -290,8 +289,7 @@ class Entries(Values):
         """Return self - rounded, which has the same indices, where they differ; infinities and NaN have no error."""
         if rounded.values is self.values:
             return self.slice_entries(0, 0)
-        error = finite_difference(self.values, rounded.values)
-        positions = not_zero(error)
+        positions = not_zero(error := finite_difference(self.values, rounded.values))
         return self._of((self.indices[positions], error[positions]))
 
     def _copy_if_overlapping(self, other: Values) -> Self:
@@ -303,10 +301,8 @@ class Entries(Values):
     def __repr__(self) -> str:
         first = zip(to_host(self.indices[:SHOWN]).tolist(), to_host(self.values[:SHOWN]).tolist(), strict=True)
         shown = [f"{index}: {value:.6g}" for index, value in first] + ["..."] * (self.nnz > SHOWN)
-        return (
-            f"{type(self).__name__}(length={self.length}, nnz={self.nnz}, density={self.density:.3g},"
-            f" dtype={self.dtype}, entries={{{', '.join(shown)}}})"
-        )
+        size = f"length={self.length}, nnz={self.nnz}, density={self.density:.3g}, dtype={self.dtype}"
+        return f"{type(self).__name__}({size}, entries={{{', '.join(shown)}}})"
 
 
 def _merge_sum(parts: list[tuple[NDArray[Any], NDArray[Any]]], dtype: np.dtype[Any]) -> tuple[Any, Any]:
@@ -317,12 +313,9 @@ def _merge_sum(parts: list[tuple[NDArray[Any], NDArray[Any]]], dtype: np.dtype[A
         indices, values = merge_sum([(i, v.astype(dtype, copy=False).view(signed)) for i, v in parts], signed)
         return indices, values.view(dtype)
     if dtype.kind != "c":
-        indices, values = merge_sum(parts, dtype)
-        return indices, values
+        return merge_sum(parts, dtype)  # type: ignore[no-any-return]
     real = np.dtype(f"f{dtype.itemsize // 2}")
-    indices, values = parts[0][0], np.empty(0, dtype)
-    for name in ("real", "imag"):
-        indices, numbers = merge_sum([(i, getattr(v, name)) for i, v in parts], real)
-        values = values if values.size else empty(int(indices.size), dtype)
-        setattr(values, name, numbers)
+    indices, reals = merge_sum([(i, v.real) for i, v in parts], real)
+    values = empty(int(indices.size), dtype)
+    values.real, values.imag = reals, merge_sum([(i, v.imag) for i, v in parts], real)[1]
     return indices, values

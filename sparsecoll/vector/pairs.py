@@ -43,9 +43,8 @@ def combined(indices: Any, values: Any, op: str | None) -> tuple[Any, Any]:
         repeated = indices[np.flatnonzero(~first)[0]]
         raise ValueError(f"x: expected unique indices for op=None, got {int(repeated)} more than once")
     if op == "sum" and values.ndim == 2 and values.dtype.kind != "b":
-        return indices[starts], saturating_cast(
-            run_sums([values], order, starts, accumulator_dtype(values.dtype)), values.dtype
-        )
+        sums = run_sums([values], order, starts, accumulator_dtype(values.dtype))
+        return indices[starts], saturating_cast(sums, values.dtype)
     values = values if order is None else taken(values, order)
     if starts.size == indices.size:
         return indices, values
@@ -121,16 +120,11 @@ def _run_folds(parts: Sequence[Any], order: Any, starts: Any, dtype: np.dtype[An
     Rows are numbered by their sums, so that the values of each part have ascending flat positions, as entries have.
     """
     d, count = int(parts[0].shape[1]), int(starts.size)
-    number_of = np.empty(order.size, np.int64)
-    first = np.zeros(order.size, np.int64)
-    first[starts] = 1
-    number_of[order] = np.cumsum(first) - 1
-    pairs, begin = [], 0
-    for part in parts:
-        numbers = number_of[begin : begin + part.shape[0]]
-        flat = (numbers[:, None] * d + np.arange(d)).reshape(-1).astype(np.uint64)
-        pairs.append((flat, part.reshape(-1).astype(dtype, copy=False)))
-        begin += part.shape[0]
-    fold = op.fold(dtype)
+    number_of = np.empty(order.size, np.uint64)
+    number_of[order] = np.repeat(np.arange(count), np.diff(starts, append=order.size))
+    flat = number_of[:, None] * np.uint64(d) + np.arange(d, dtype=np.uint64)
+    numbers = np.split(flat, np.cumsum([len(part) for part in parts])[:-1])
+    values = [part.reshape(-1).astype(dtype, copy=False) for part in parts]
+    pairs, fold = list(zip([own.reshape(-1) for own in numbers], values, strict=True)), op.fold(dtype)
     _, values = kernels_of(parts[0]).merge_fold(pairs, fold, op.zeros and fold != "last")
     return values.reshape(count, d)

@@ -187,10 +187,8 @@ class RowSparse(Arithmetic):
 
     def __repr__(self) -> str:
         shown = [str(row) for row in to_host(self.rows[:SHOWN]).tolist()] + ["..."] * (self.nnz > SHOWN)
-        return (
-            f"RowSparse(shape={self.shape}, nnz={self.nnz}, density={self.density:.3g}, dtype={self.dtype},"
-            f" rows=[{', '.join(shown)}])"
-        )
+        size = f"shape={self.shape}, nnz={self.nnz}, density={self.density:.3g}, dtype={self.dtype}"
+        return f"RowSparse({size}, rows=[{', '.join(shown)}])"
 
     def drop_zeros(self) -> Self:
         """Return the rows that have a value other than zero."""

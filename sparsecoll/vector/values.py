@@ -113,10 +113,8 @@ def native_values(array: Any) -> Any:
         values = values.astype(values.dtype.newbyteorder("="))
     check_value_dtype(values.dtype)
     if on_gpu(values) and values.dtype not in COMPILED_DTYPES:
-        raise TypeError(
-            f"values: expected dtype {', '.join(map(str, COMPILED_DTYPES))} on the GPU, got {values.dtype}:"
-            " use an array of NumPy"
-        )
+        known = ", ".join(map(str, COMPILED_DTYPES))
+        raise TypeError(f"values: expected dtype {known} on the GPU, got {values.dtype}: use an array of NumPy")
     return values
 
 
@@ -216,12 +214,11 @@ def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
         wide = kernels_of(flat).from_float16(flat) if half else kernels_of(flat).from_bfloat16(flat.view(np.uint16))
         return wide.reshape(values.shape)  # type: ignore[no-any-return]
     if dtype.kind == "f" and values.dtype.kind == "f" and dtype.itemsize < values.dtype.itemsize:
-        limit = np.finfo(dtype).max
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             narrow = values.astype(dtype)
         overflown = np.isinf(narrow) & np.isfinite(values)
         if overflown.any():
-            narrow[overflown] = np.copysign(limit, values[overflown]).astype(dtype)
+            narrow[overflown] = np.copysign(np.finfo(dtype).max, values[overflown]).astype(dtype)
         return narrow
     return values.astype(dtype)
 

@@ -112,3 +112,21 @@ def test_parts_of_many_rows_that_travel_meanwhile_are_summed_as_one_vector(P, dt
     for (y, least, _), (whole, other, messages) in zip(apart, simulate(P, program).results, strict=True):
         assert y.rows.tobytes() == whole.rows.tobytes() and y.values.tobytes() == whole.values.tobytes()
         assert y == apart[0][0] and least == other and messages <= 4 * (P - 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("algo", ["allgather", "auto", "owners"])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_a_rank_keeps_what_rounding_takes_from_rows_of_halves(algo, dtype, size):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+
+    def program(comm):
+        values = np.array([[16000.0, 1 + comm.rank], [2048.0, 1.0]]).astype(dtype)
+        x = sparsecoll.RowSparse([1, 5 + comm.rank % 2], values, 9)
+        y = sparsecoll.allreduce(comm, x, algo, return_reduction=True)
+        return y.value.to_dense().astype(np.float64), y.contributed.to_dense().astype(np.float64)
+
+    results = simulate(size, program).results
+    for value, _ in results:
+        np.testing.assert_array_equal(value, sum(contributed for _, contributed in results))

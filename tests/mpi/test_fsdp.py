@@ -240,8 +240,8 @@ class Idle(torch.nn.Module):
         super().__init__()
         self.used, self.idle = (torch.nn.Parameter(torch.ones(8, 6)) for _ in range(2))
 
-    def forward(self, x):
-        return x @ self.used.T
+    def forward(self, x, both=False):
+        return x @ self.used.T + (x @ self.idle.T if both else 0)
 
 
 @LAYOUTS
@@ -262,6 +262,19 @@ def test_accumulated_gradients_of_another_dtype_beside_an_unused_parameter(comm,
     used, idle = whole(model.parameters())
     assert (idle == 1).all()
     torch.testing.assert_close(used, expected, atol=0.1, rtol=0.05)
+
+
+@LAYOUTS
+def test_a_parameter_that_only_the_last_part_of_a_step_uses(comm, nodes):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, _ = attached(nodes, sparsecoll.torch.compressors.TopKCompressor(1.0), Idle(), options={"mp_policy": policy})
+    for part in range(2):
+        model.set_requires_gradient_sync(part == 1)
+        model(batch(comm.rank, part)[0], part == 1 and comm.rank == 0).float().sum().backward()
+    expected = sum(batch(0, part)[0].sum(0) for part in range(1, 2)) / W
+    torch.testing.assert_close(model.idle.grad.full_tensor(), expected.expand(8, 6), atol=0.05, rtol=0.05)
 
 
 @LAYOUTS

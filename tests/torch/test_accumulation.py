@@ -6,8 +6,8 @@ import pytest
 import torch
 from nets import batch, bits, close, loss_of, net, parameters, residuals
 
-from sparsecoll import simulate
-from sparsecoll.torch import DistributedOptimizer
+from sparsecoll import NonFiniteError, simulate
+from sparsecoll.torch import DistributedOptimizer, OneBitAdam
 from sparsecoll.torch.compressors import COVAP, ChunkedTopK, TopKCompressor
 
 
@@ -70,8 +70,8 @@ def test_accumulation_without_no_sync_is_one_large_batch_too(compressor, overlap
         torch.testing.assert_close(2 * moved + sum(r[1][i] for r in results), sum(r[0][i] for r in results))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_gradients_that_were_discarded_are_not_reduced_again(overlap):
+@pytest.mark.parametrize(("overlap", "reduced"), [(True, True), (False, True), (False, False)])
+def test_gradients_that_were_discarded_are_not_reduced_again(overlap, reduced):
     """In a loop that sets gradients to zero at its end, or not at all."""
 
     def program(comm):
@@ -85,7 +85,7 @@ def test_gradients_that_were_discarded_are_not_reduced_again(overlap):
             loss = loss_of(model, batch(comm.rank, step))
             gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
             loss.backward()
-            if not overlap:
+            if reduced:
                 optimizer.synchronize()
             if step % 2:
                 optimizer.discard()
@@ -102,6 +102,26 @@ def test_gradients_that_were_discarded_are_not_reduced_again(overlap):
     results = simulate(2, program).results
     for i, moved in enumerate(results[0][2]):
         torch.testing.assert_close(2 * moved + sum(r[1][i] for r in results), sum(r[0][i] for r in results))
+
+
+def test_a_loop_that_sets_gradients_to_zero_at_its_end_goes_on_after_a_nan():
+    def program(comm):
+        model = net()
+        optimizer = OneBitAdam(model.parameters(), 1e-3, warm_up=4, comm=comm)
+        for step in range(12):
+            loss = loss_of(model, batch(comm.rank, step))
+            (loss * float("nan") if step == 8 and comm.rank else loss).backward()
+            try:
+                optimizer.step()
+            except NonFiniteError:
+                optimizer.discard()
+                continue
+            optimizer.zero_grad()
+        assert not optimizer.warming_up
+        return bits(model)
+
+    one, other = simulate(2, program).results
+    assert one == other
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

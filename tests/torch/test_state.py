@@ -13,7 +13,7 @@ from nets import P, batch, bits, loss_of, net, parameters, sparse, train, wrappe
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, load, redistribute, save  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD, load, redistribute, save  # noqa: E402
 from sparsecoll.torch.compressors import ACPSGD, COVAP, Compressor, PowerSGD, RandomKCompressor, TopKCompressor, oktopk  # noqa: E402
 
 
@@ -281,6 +281,54 @@ def test_files_hold_no_number_of_numpy(make, tmp_path):
         return optimizer.param_groups[0]["lr"]
 
     assert simulate(2, program).results == [0.05, 0.05]
+
+
+def test_states_with_other_keys_are_saved():
+    """As those of optimizers that have another one inside."""
+
+    class Nested(torch.optim.SGD):
+        def state_dict(self):
+            return {"base": super().state_dict()}
+
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict["base"])
+
+    def program(comm):
+        model = net()
+        optimizer = DistributedOptimizer(Nested(model.parameters(), 0.1), model, comm, "topk")
+        train(comm, model, optimizer, range(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        train(comm, model, optimizer, range(2, 3))
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1
+
+
+def test_parameters_of_a_local_optimizer_are_not_compared_after_a_load():
+    """They differ between two means, and their states have each rank's own."""
+
+    def program(comm):
+        model = net()
+        rest = LocalOptimizer(torch.optim.SGD(model[:4].parameters(), 0.1), model, comm, every=4)
+        last = DistributedOptimizer(torch.optim.SGD(model[4].parameters(), 0.1), model, comm, "topk")
+
+        def step(number):
+            loss_of(model, batch(comm.rank, number)).backward()
+            for optimizer in (rest, last):
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for number in range(6):
+            step(number)
+        saved = copy.deepcopy([model.state_dict(), rest.state_dict(), last.state_dict()])
+        for owner, state in zip((model, rest, last), saved, strict=True):
+            owner.load_state_dict(state)
+        for number in range(6, 8):
+            step(number)
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1
 
 
 @pytest.mark.parametrize("make", [sparse, wrapped])

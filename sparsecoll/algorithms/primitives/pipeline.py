@@ -99,16 +99,13 @@ def interleaved(transport: Transport, programs: Iterable[Program]) -> Iterator[S
 def regions(
     channel: Channel, x: SparseVector, edges: list[int], k: int, reduce_scatter: Callable[[SparseVector], Program]
 ) -> list[list[SparseVector]]:
-    """Return the sums of all regions, one chunk of each after the other, as every rank receives them.
+    """Return, for each chunk, the sums of its part of each region, by rank, as every rank receives them.
 
     Args:
         x: this rank's entries.
         edges: P + 1 boundaries of the regions.
         k: about the number of entries of each rank, the same on all ranks.
         reduce_scatter: program that returns this rank's region of the sum of vectors.
-
-    Returns:
-        For each chunk, the sums of its part of each region, by rank.
     """
     size = channel.size
     count = chunks_of(channel, x.dtype, k / size)

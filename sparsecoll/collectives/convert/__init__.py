@@ -90,8 +90,7 @@ def like(x: Any, vector: SparseVector) -> Any:
         `sparsecoll.as_vector`.
     """
     own, back = _ordered(x)
-    integers = isinstance(back, ToMapping) and back.keys == "integers"
-    if own.length != vector.length and not integers:
+    if own.length != vector.length and not (isinstance(back, ToMapping) and back.keys == "integers"):
         raise ValueError(f"vector: expected length {own.length}, got {vector.length}")
     return back(vector)
 

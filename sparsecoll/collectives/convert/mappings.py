@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.kernels.keys import index_dtype
-from sparsecoll.vector import SparseVector
+from sparsecoll.vector import DenseVector, SparseVector
 
 JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=int)
 CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict, defaultdict)}
@@ -42,14 +41,11 @@ def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, ToMapping]:
     types = set(map(type, keys))
     for kind, of_keys in {str: "str", bytes: "bytes", tuple: "tuples"}.items():
         if keys and all(issubclass(one, kind) for one in types):
-            indices = np.arange(len(keys), dtype=index_dtype(len(keys)))
-            vector = SparseVector.from_sorted_unchecked(indices, values, len(keys))
-            return vector, ToMapping(name, factory, of_keys, _texts(keys) if kind is tuple else keys, largest)
+            vector, words = DenseVector(values).to_sparse(keep_zeros=True), _texts(keys) if kind is tuple else keys
+            return vector, ToMapping(name, factory, of_keys, words, largest)
     indices = _keys(keys)
-    if indices.size and int(indices.min()) < 0:
-        raise ValueError(
-            f"x: expected keys of at least 0, got {int(indices.min())}: add a number to the keys of all ranks"
-        )
+    if (least := int(indices.min(initial=0))) < 0:
+        raise ValueError(f"x: expected keys of at least 0, got {least}: add a number to the keys of all ranks")
     length = int(indices.max()) + 1 if indices.size else 0
     return SparseVector.from_pairs(indices, values, length), ToMapping(name, factory, largest=largest)
 
@@ -62,10 +58,8 @@ def _keys(keys: list[Any]) -> NDArray[Any]:
     if kinds or array.dtype.kind not in "iu" or array.max(initial=0) >= END:
         wrong = ([key for key in keys if type(key) in kinds] or [max(keys)])[0]
         cure = "int(key)" if isinstance(wrong, (bool, np.bool_)) else "str(key)"
-        raise TypeError(
-            "x: expected keys that are integers below 2^63 - 1, all str, all bytes, or all tuples of int and str,"
-            f" got {wrong!r}: use {cure}"
-        )
+        known = "integers below 2^63 - 1, all str, all bytes, or all tuples of int and str"
+        raise TypeError(f"x: expected keys that are {known}, got {wrong!r}: use {cure}")
     return array
 
 
@@ -92,10 +86,8 @@ def _numbers(values: list[Any]) -> tuple[NDArray[Any], int]:
     wide = {"b": np.bool_, "f": np.float64, "c": np.complex128, "i": np.int64, "u": np.int64}.get(array.dtype.kind)
     if other or rounded or wide is None or array.dtype == np.uint64 or array.dtype.char in "gG":
         found = f"{'uint64' if rounded else array.dtype} from values such as {type(values[0]).__name__}"
-        raise TypeError(
-            "x: expected values of bool, int below 2^63, float or complex,"
-            f" got {f'values such as {other.__name__}' if other else found}: use float(value)"
-        )
+        found = f"values such as {other.__name__}" if other else found
+        raise TypeError(f"x: expected values of bool, int below 2^63, float or complex, got {found}: use float(value)")
     largest = 0
     if integers and array.dtype.kind in "fc":
         largest = max(abs(int(value)) for value in values if type(value) in integers)  # type: ignore[call-overload]
@@ -137,8 +129,7 @@ class ToMapping(Back):
         if self.keys == "integers":
             return part, self
         words = [self.words[index] for index in part.indices.tolist()]
-        indices = np.arange(len(words), dtype=index_dtype(len(words)))
-        return SparseVector.from_sorted_unchecked(indices, part.values, len(words)), replace(self, words=words)
+        return DenseVector(part.values).to_sparse(keep_zeros=True), replace(self, words=words)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields, which other ranks need to make a result; keys that are bytes as Latin-1."""

@@ -22,9 +22,8 @@ def from_scipy(x: Any) -> tuple[SparseVector, Back]:
     """Return a SciPy sparse array or matrix as a vector, and its Back."""
     index = next((a for a in (getattr(x, "indices", None), getattr(x, "row", None)) if a is not None), None)
     dtype = "int64" if index is not None and index.dtype == np.int64 else "int32"
-    return SparseVector.from_scipy(x), ToScipy(
-        type(x).__name__, tuple(map(int, x.shape)), dtype, getattr(x, "blocksize", None)
-    )
+    back = ToScipy(type(x).__name__, tuple(map(int, x.shape)), dtype, getattr(x, "blocksize", None))
+    return SparseVector.from_scipy(x), back
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,8 @@ def from_torch(x: Any) -> tuple[Vector, Back]:
     """Return a tensor as a vector, and its Back."""
     layout = str(getattr(x, "layout", type(x).__name__))
     if layout not in ("torch.strided", "torch.sparse_coo") or x.device.type not in ("cpu", "cuda"):
-        raise TypeError(
-            "x: expected a dense or sparse_coo torch tensor on the CPU or CUDA,"
-            f" got {layout} on {getattr(x, 'device', '?')}"
-        )
+        found = f"{layout} on {getattr(x, 'device', '?')}"
+        raise TypeError(f"x: expected a dense or sparse_coo torch tensor on the CPU or CUDA, got {found}")
     if layout == "torch.strided":
         return DenseVector(torch_array(x.contiguous().view(-1))), Back()
     if not x.sparse_dim():

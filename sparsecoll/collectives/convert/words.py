@@ -39,10 +39,12 @@ class Text:
     @classmethod
     def of(cls, keys: Keys) -> Text:
         """Return keys as a text in which each is followed by a zero, if none of them has one in it."""
-        text = np.frombuffer(_joined(keys), np.uint8)
+        of_bytes = len(keys) > 0 and isinstance(keys[0], bytes)
+        joined = b"\0".join([*keys, b""]) if of_bytes else "\0".join([*keys, ""]).encode(*ENCODING)
+        text = np.frombuffer(joined, np.uint8)
         stops = np.flatnonzero(text == 0)
         if stops.size != len(keys):
-            sizes = np.array([len(k if isinstance(k, bytes) else k.encode(*ENCODING)) for k in keys], np.int64)
+            sizes = np.array([len(key if of_bytes else key.encode(*ENCODING)) for key in keys], np.int64)
             stops = np.cumsum(sizes + 1) - 1
         return cls(text, _starts(stops), stops)
 
@@ -147,13 +149,6 @@ def unpacked(message: Buffer) -> Text:
     if message.size < 8 or stops.size != count or ends != text.size or (stops < starts).any():
         raise CommunicationError(f"message: {message.size} bytes do not hold {count} keys")
     return Text(text, starts, stops)
-
-
-def _joined(keys: Keys) -> bytes:
-    """Return the keys one after the other, each followed by a zero."""
-    if not len(keys):
-        return b""
-    return b"\0".join([*keys, b""]) if isinstance(keys[0], bytes) else "\0".join([*keys, ""]).encode(*ENCODING)
 
 
 def _starts(stops: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -155,12 +155,8 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
     cuts = [[0, *np.searchsorted(i, inner).tolist(), i.size] for i in indices]
 
     def part(t: int) -> tuple[Array, Array]:
-        ranges = [slice(c[t], c[t + 1]) for c in cuts]
-        return _merged(
-            [i[r] for i, r in zip(indices, ranges, strict=True)],
-            [v[r] for v, r in zip(values, ranges, strict=True)],
-            dtype,
-        )
+        own_i, own_v = ([a[c[t] : c[t + 1]] for a, c in zip(of, cuts, strict=True)] for of in (indices, values))
+        return _merged(own_i, own_v, dtype)
 
     return threads.joined(threads.run(part, [(t,) for t in range(count)]))
 

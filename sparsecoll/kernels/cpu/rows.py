@@ -67,8 +67,7 @@ def _split_rows(flat, width, starts, columns):  # type: ignore[no-untyped-def]
 
 def sum_rows(parts: Sequence[Array], order: Array, starts: Array, out: Array) -> None:
     if np.float16 in (parts[0].dtype, out.dtype) or parts[0].dtype.kind == "V":
-        reference.sum_rows(parts, order, starts, out)
-        return
+        return reference.sum_rows(parts, order, starts, out)
     width, size = out.shape[1], parts[0].itemsize
     addresses = np.concatenate([p.ctypes.data + np.arange(p.shape[0]) * (width * size) for p in parts])[order]
     like = np.empty(0, parts[0].dtype)
@@ -78,8 +77,7 @@ def sum_rows(parts: Sequence[Array], order: Array, starts: Array, out: Array) ->
 
 def scatter_add_rows(table: Array, rows: Array, values: Array) -> None:
     if table.dtype == np.float16 or values.dtype == np.float16:
-        reference.scatter_add_rows(table, rows, values)
-        return
+        return reference.scatter_add_rows(table, rows, values)
     kinds = table[:0].reshape(-1), values[:0].reshape(-1)
     _scatter_add_rows(table.ctypes.data, kinds[0], readonly(rows), table.shape[1], values.ctypes.data, kinds[1])
 

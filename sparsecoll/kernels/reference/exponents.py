@@ -49,24 +49,17 @@ def _codes(exponents: Array, least: int, width: int, bits: int) -> Array:
     return codes
 
 
-def _fields(table: Array, count: int) -> tuple[Array, Array, Array]:
-    """(number of values, width, number of escapes) of each block."""
-    counts = np.minimum(count - EXPONENT_BLOCK * np.arange(table.size), EXPONENT_BLOCK)
-    wide = table.astype(np.int64)
-    return asarray_like(counts, table), wide >> 8 & 255, wide >> 16
-
-
 def exponent_offsets(table: Array, count: int, bits: int, itemsize: int) -> Array:
     """int64: the byte at which each block of values begins, and, at the end, the bytes of all blocks.
 
     A block has the other bits of its values, sign and mantissa, as planes: of a byte of each value, and of one bit of
     64 values in 8 bytes. Planes of the codes' bits come after them, then the escapes.
     """
-    counts, widths, escapes = _fields(table, count)
-    planes = widths + (8 - bits)
-    ends = np.cumsum(counts * (itemsize - 1) + (counts + 63) // 64 * 8 * planes + escapes)
+    counts = np.minimum(count - EXPONENT_BLOCK * np.arange(table.size), EXPONENT_BLOCK)  # of values
+    counts, entries = asarray_like(counts, table), table.astype(np.int64)
+    planes, escapes = (entries >> 8 & 255) + (8 - bits), entries >> 16
     offsets: Array = asarray_like(np.zeros(table.size + 1, np.int64), table)
-    offsets[1:] = ends
+    offsets[1:] = np.cumsum(counts * (itemsize - 1) + (counts + 63) // 64 * 8 * planes + escapes)
     return offsets
 
 

@@ -26,15 +26,13 @@ def fold_into(dense: Array, other: Array, fold: str) -> None:
 
 
 def _combined(a: Array, b: Array, fold: str) -> Array:
-    combined: Array
     if fold == "differ":
-        combined = (a != 0) != (b != 0)
-        return combined
+        return (a != 0) != (b != 0)  # type: ignore[no-any-return]
     if fold == "last":
         return b
     if fold in ("min", "max"):
         zeros = np.signbit(b if fold == "min" else a) & (a == b) if a.dtype.kind == "f" else False
-        combined = np.where(((b < a) if fold == "min" else (b > a)) | zeros, b, a)
+        combined: Array = np.where(((b < a) if fold == "min" else (b > a)) | zeros, b, a)
         if a.dtype.kind == "f":
             combined[np.isnan(a)] = np.nan
     elif fold == "prod" and a.dtype.kind == "c":  # each product and sum is rounded

@@ -72,8 +72,8 @@ class Group:
     def lay_out_all(self) -> None:
         """Let torch reduce zeros for all trainable parameters without a gradient, and for no others.
 
-        It decides by what was trainable in the last forward pass, and makes zeros of the parameters' dtype where
-        accumulated gradients have another one.
+        It decides by what was trainable in the last forward pass, and leaves gradients, and zeros, of the parameters'
+        dtype beside accumulated ones, which may have another.
         """
         group, post_backward = self._group, self._group.post_backward
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -83,10 +83,11 @@ class Group:
             for p in params if group.is_sharded else ():
                 p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
             if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p in params):
-                for p in params:
-                    own = p._unsharded_param
-                    if own.requires_grad and own.grad is None and p.unsharded_accumulated_grad is None:
-                        p.unsharded_accumulated_grad = torch.zeros_like(own, dtype=p.reduce_dtype or own.dtype)
+                for p in (p for p in params if p.unsharded_accumulated_grad is None):
+                    own, grad = p._unsharded_param, p._unsharded_param.grad
+                    if own.requires_grad or grad is not None:
+                        grad, own.grad = torch.zeros_like(own) if grad is None else grad, None
+                        p.unsharded_accumulated_grad = grad.to(p.reduce_dtype)
             post_backward(*args)
 
         group.post_backward = laid_out

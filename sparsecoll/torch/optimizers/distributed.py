@@ -88,7 +88,7 @@ class Wrapper(torch.optim.Optimizer):
         for before in state_dict_hooks(self, "state_dict_pre"):
             before(self)
         state = {**self.optimizer.state_dict(), **self._engine.state_dict()}
-        without_numpy(state["param_groups"])
+        without_numpy(state.get("param_groups", ()))
         for after in state_dict_hooks(self, "state_dict_post"):
             changed = after(self, state)
             state = state if changed is None else changed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from sparsecoll.torch.compressors import TopKCompressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.hooks import Owner, others_of, take_over
+from sparsecoll.torch.reduction.hooks import Owner, is_alike, others_of, take_over
 from sparsecoll.torch.reduction.rows import RowSum
 from sparsecoll.torch.reduction.state import STATE, check_keys, renamed_state
 from sparsecoll.torch.replica.calls import Outcome
@@ -73,6 +75,7 @@ class Accumulator(Owner):
         self.names: dict[torch.Tensor, str] = {}
         self.laid_out: set[str] = set()
         self._replica, self._buckets = replica, Buckets(compressor, replica)
+        replica.compares = partial(is_alike, weakref.ref(self))
         self.keeps_momentum = compressor.momentum is None
         self._others: dict[str, Owner] = {}  # of these parameters, until `take_over`
         self._rated: dict[str, bool] = {}  # whether a residual is in units of learning rate * gradient

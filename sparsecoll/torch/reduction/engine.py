@@ -36,6 +36,12 @@ from sparsecoll.transport import Transport
 logger = logging.getLogger(__name__)
 
 
+def _shared_options(optimizer: Any, scaling: Scaling, buckets: Callable[[], Any]) -> dict[str, Any]:
+    """Return what must be the same on all ranks in a reduction."""
+    scaled = scaling.scaler is not None and not all(compressor.unscales for _, compressor in buckets())
+    return options_of(optimizer) | ({"scale of gradients": scaling.scale} if scaled else {})
+
+
 class Engine(Reducer):
     """Reduces the gradients of named parameters; `optimizer` is what steps on them.
 
@@ -60,7 +66,7 @@ class Engine(Reducer):
         self.members = Members(optimizer, self.params, None if model is None else model.named_parameters)
         self.replica.changed = self.members.changed
         self.replica.context.momenta = partial(momenta_of, optimizer, self.params)
-        self.replica.shared_options = self._shared_options
+        self.replica.shared_options = partial(_shared_options, optimizer, scaling, weakref.ref(self.buckets))
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._hooks = Hooks(self, self.accumulating)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(guards.refuse_ddp)
@@ -78,11 +84,6 @@ class Engine(Reducer):
         self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
         self._outcome = NO_OUTCOME  # of the last reduction
         self.number = -1
-
-    def _shared_options(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks in a reduction."""
-        scaled = self._scaling.scaler is not None and not all(c.unscales for _, c in self.buckets)
-        return {**options_of(self._optimizer), **({"scale of gradients": self._scaling.scale} if scaled else {})}
 
     # -- parameters
 
@@ -300,10 +301,9 @@ class Engine(Reducer):
 
         Ranks that have left `join` do not step, so that nothing is compared then.
         """
-        if self.steps.unverified:
-            self.steps.unverified = False
-            if not self._outcome.joined:
-                self.replica.compare_if_due()
+        unverified, self.steps.unverified = self.steps.unverified, False
+        if unverified and not self._outcome.joined:
+            self.replica.compare_if_due()
 
     def failed_step(self, error: Exception) -> None:
         """The optimizer has raised on this rank: tell the others, who may have stepped, in their next reduction."""
@@ -313,8 +313,8 @@ class Engine(Reducer):
     def skip(self, updated: bool = False) -> None:
         """Skip this step, because gradients are set to zero, unless the loop has updated parameters by itself.
 
-        With `updated`, skip it also if parameters have changed, and let no gradients be reduced twice. It cannot be
-        skipped once a rank has left `join`, which has committed the reduction.
+        With `updated`, skip it also if parameters have changed, and throw gradients away. It cannot be skipped once a
+        rank has left `join`, which has committed the reduction.
         """
         if not self.closed:
             self._hooks.attach(self.params)  # some may have been unfrozen
@@ -326,8 +326,8 @@ class Engine(Reducer):
                 "zero_grad() and discard() cannot skip this step, because a rank has left join() and would take it:"
                 " decide before backward()"
             )
-        for name in (self.buckets.index_of if self.gradients.are(State.NAN) else self.means) if updated else ():
-            self.params[name].grad = None  # a mean, of which a residual has sent a part
+        for p in self.params.values() if updated and not self.closed else ():
+            p.grad = None  # perhaps a mean, of which a residual has sent a part
         self.discard()
 
     def discard(self) -> None:

@@ -115,6 +115,12 @@ def owner_of(p: torch.Tensor) -> Owner | None:
     return None if reference is None else reference()
 
 
+def is_alike(owner: weakref.ref[Owner], p: torch.Tensor) -> bool:
+    """Return whether a parameter is the same on all ranks after each step: no LocalOptimizer has it."""
+    other = owner_of(p)
+    return other is None or other is owner() or other.replaces
+
+
 class Hooks:
     """The hooks of one engine, the owner of its parameters."""
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.hooks import MeanGradients, Owner
+from sparsecoll.torch.reduction.hooks import MeanGradients, Owner, is_alike
 from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import CHANGED, MEMBERS, NO_OUTCOME, Outcome, Row
 from sparsecoll.torch.replica.guards import fingerprint
@@ -54,6 +56,7 @@ class Reducer(Owner):
 
     def __init__(self, replica: Replica, compressor: Compressor, scaling: Scaling) -> None:
         self.replica, self.params, self._scaling = replica, replica.params, scaling
+        replica.compares = partial(is_alike, weakref.ref(self))
         self.buckets = Buckets(compressor, replica)
         self.steps = Steps(self.buckets, replica, lambda: replica.params, "DistributedOptimizer")
         self.gradients = self.steps.gradients

@@ -158,6 +158,7 @@ class Replica:
         self.context = StepContext()
         self.shared_options: Callable[[], dict[str, Any]] = dict
         self.changed: Callable[[], bool] = lambda: False
+        self.compares: Callable[[torch.Tensor], bool] = lambda t: True  # whether one is the same on all ranks
         self.warmed = self.suspect = self.equal = False
         self.stopped_at: int | None = None
         self._model = model
@@ -352,7 +353,8 @@ class Replica:
         Without `buffers`, those are left out: forward passes may have changed them since.
         """
         left_out = {} if buffers else self.buffers.tensors
-        tensors = {name: t for name, t in self._with_model(self.params).items() if name not in left_out}
+        known = self._with_model(self.params)
+        tensors = {name: t for name, t in known.items() if name not in left_out and self.compares(t)}
 
         def gather(_: CollectiveCall) -> Any:
             return allgather(self.transport, np.array([zlib.crc32(bits_of(t)) for t in tensors.values()], np.uint32))

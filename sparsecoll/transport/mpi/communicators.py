@@ -16,7 +16,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.transport import process
 from sparsecoll.transport.mpi.transport import CALL_BEFORE, FINALIZED, MpiTransport
 from sparsecoll.transport.mpi.waiting import Waiter
-from sparsecoll.transport.tags import report_of
+from sparsecoll.transport.tags import REVOKE_TAG, report_of
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Abandoned, out_of_use
 
 _lock = threading.Lock()
@@ -116,15 +116,29 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> N
     if transport.worker is not None:
         transport.worker.close()
         transport.worker = None
-    finalized, error = MPI.Is_finalized(), sys.exc_info()[1] if transport.size > 1 else None
-    if error is not None and not (finalized or transport.broken):  # the others may go on with their calls
-        transport.broken = f"rank {transport.rank} has freed it after {error!r}"
-        transport.revoke(report_of(transport.broken))
-    if transport.broken or (not finalized and transport.is_revoked()):  # another one would receive messages left in it
+    if transport.size > 1 and not MPI.Is_finalized():
+        _tell_others(transport)
+    if transport.broken:  # a new communicator would receive the messages left in it
         _kept.append(transport)
-    elif not finalized:
+    elif not MPI.Is_finalized():
         transport.comm.Free()
     transport.close()
+
+
+def _tell_others(transport: MpiTransport) -> None:
+    """Before a communicator is freed, tell ranks that may go on with its calls of the exception in this one's way."""
+    error = sys.exc_info()[1]
+    ends = error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+    if not (ends or transport.broken or getattr(error, "on_all_ranks", False)):
+        transport.broken = f"rank {transport.rank} has freed it after {error!r}"
+    if transport.broken:
+        transport.revoke(report_of(transport.broken))
+        return
+    try:
+        revoked = transport.comm.Iprobe(MPI.ANY_SOURCE, 2 * REVOKE_TAG)
+    except MPI.Exception:  # ULFM: a rank was lost
+        revoked = True
+    transport.broken = "a rank has revoked it" if revoked else ""
 
 
 def _leave(*_: object) -> None:

@@ -21,17 +21,7 @@ from sparsecoll.transport.launcher import machine
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.messages import IncomingMessage
 from sparsecoll.transport.mpi.waiting import Waiter
-from sparsecoll.transport.tags import (
-    ERROR_TAG,
-    FIRST_TAG,
-    NUMBERS,
-    PHASES,
-    REVOKE_TAG,
-    STALL_TAG,
-    CallMismatch,
-    parts_of,
-    report_of,
-)
+from sparsecoll.transport.tags import REVOKE_TAG, STALL_TAG, CallMismatch, parts_of, report_of, short_tag
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED
 
 T = TypeVar("T")
@@ -98,14 +88,9 @@ class MpiTransport(Transport):
 
     # -- sending
 
-    def _mpi_tag(self, tag: int) -> int:
-        if tag < FIRST_TAG:
-            return tag + self.calls % PHASES if tag == ERROR_TAG else tag
-        return FIRST_TAG + (tag - FIRST_TAG) % (PHASES * NUMBERS)
-
     def _isend(self, destination: int, buffer: Buffer, tag: int) -> None:
         """Start sending in chunks; the lowest bit of MPI's tag is set for messages from GPU memory."""
-        tag = self._mpi_tag(tag)
+        tag = short_tag(tag, self.calls)
 
         def start(chunk: Buffer, mpi_tag: int) -> None:
             self._sends.append((self.comm.Isend([chunk, MPI.BYTE], destination, mpi_tag), chunk, destination))
@@ -137,7 +122,7 @@ class MpiTransport(Transport):
     # -- receiving
 
     def _irecv(self, source: int, into: Buffer | None) -> IncomingMessage:
-        request = IncomingMessage(self, source, into, self._mpi_tag(self.tag))
+        request = IncomingMessage(self, source, into, short_tag(self.tag, self.calls))
         self.expected[source].append(request)
         self._sources.add(source)
         return request
@@ -154,12 +139,9 @@ class MpiTransport(Transport):
 
     def stalled(self, awaited: Callable[[], Any], first: bool) -> None:
         super().stalled(awaited, first)
-        if self.is_revoked():  # which a rank that waits for its own sends would not receive
-            raise CallMismatch("a rank has revoked the communicator")
-
-    def is_revoked(self) -> bool:
-        """Return whether a rank has revoked the communicator by a report that has not been received."""
-        return self.comm.Iprobe(MPI.ANY_SOURCE, 2 * REVOKE_TAG)
+        for peer in awaited():  # a rank that waits for its own sends would not receive the report
+            if self.comm.Iprobe(peer, 2 * REVOKE_TAG):
+                raise CallMismatch(f"rank {peer} has revoked the communicator")
 
     def _notify(self, peer: int, message: Buffer) -> None:
         def start() -> None:

@@ -82,11 +82,7 @@ def route_to(host: str) -> str:
 
 
 def interface_address(variable: str, name: str) -> str:
-    """Return the address of a network interface.
-
-    Raises:
-        ValueError: It does not exist, or has no address.
-    """
+    """Return the address of a network interface; raise ValueError if it does not exist, or has no address."""
     found = _ipv4(name) or _ipv6(name)
     if not found:
         known = ", ".join(interface for _, interface in socket.if_nameindex())

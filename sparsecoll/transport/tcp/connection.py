@@ -100,8 +100,7 @@ class Connection:
     """
 
     def __init__(self, socket: socket.socket, peer: int, transport: Transport) -> None:
-        self.socket = socket
-        self.peer = peer
+        self.socket, self.peer = socket, peer
         self.expected: deque[Any] = deque()
         self.outgoing: deque[memoryview] = deque()
         self.message: IncomingMessage | None = None
@@ -181,11 +180,7 @@ class Connection:
             raise Disconnected(f"its host has acknowledged nothing for {SILENT_SECONDS:.0f} s")
 
     def end(self, why: str, error: OSError | None = None) -> NoReturn:
-        """Send nothing any more, which the peer notices; what it has sent can still be received.
-
-        Raises:
-            Disconnected: Always.
-        """
+        """Send nothing any more, which the peer notices, and raise Disconnected; what it has sent can be received."""
         self._torn_out = True
         self.outgoing.clear()
         with contextlib.suppress(OSError):

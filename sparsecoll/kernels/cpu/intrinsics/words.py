@@ -15,6 +15,7 @@ cgutils: Any = _cgutils
 trailing_zeros: Any = _numbers.trailing_zeros
 viewed: Any = _numbers.viewer  # viewed(x, dtype) has the bits of x
 BYTES = ir.VectorType(ir.IntType(8), 8)
+HALF = ir.HalfType()
 
 
 def data_of(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
@@ -65,21 +66,13 @@ def popcount(context: Any, word: Any) -> Any:
 @intrinsic
 def narrowed(context: Any, value: Any) -> Any:
     """The bits of a float32 as float16, rounded to nearest even. Without F16C, LLVM calls a function for it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), generate
+    return types.uint16(types.float32), lambda _, b, __, given: b.bitcast(b.fptrunc(given[0], HALF), ir.IntType(16))
 
 
 @intrinsic
 def widened(context: Any, bits: Any) -> Any:
     """The float32 of the bits of a float16."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), generate
+    return types.float32(types.uint16), lambda _, b, __, given: b.fpext(b.bitcast(given[0], HALF), ir.FloatType())
 
 
 @intrinsic
