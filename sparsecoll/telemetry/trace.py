@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Protocol, TypeVar
 
 KINDS = ("select", "encode", "decode", "merge", "dense", "wait")
@@ -91,12 +90,7 @@ def record(listener: L) -> Iterator[L]:
 def carried(call: Callable[[], T]) -> Callable[[], T]:
     """Return a call for another thread, whose work is reported to this thread's listener."""
     listener = _of_thread.listener
-    return call if listener is None else partial(_reported, call, listener)
-
-
-def _reported(call: Callable[[], T], listener: Listener) -> T:
-    with record(listener):
-        return call()
+    return call if listener is None else record(listener)(call)
 
 
 class Recorder:

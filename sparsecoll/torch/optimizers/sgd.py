@@ -19,16 +19,7 @@ from sparsecoll.torch.optimizers.sgd_rules import check_group, common, compresso
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE, without_numpy
-from sparsecoll.torch.replica.calls import (
-    MEMBERS,
-    Options,
-    Outcome,
-    agreed,
-    agreeing,
-    collective,
-    communicator,
-    mean_of_loss,
-)
+from sparsecoll.torch.replica.calls import Options, Outcome, agreed, agreeing, collective, communicator, mean_of_loss
 from sparsecoll.torch.replica.guards import NO_MEAN, fingerprint, refuse_wrapped, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica, restoring_groups
 from sparsecoll.torch.tensors.layout import takes_part
@@ -266,7 +257,7 @@ class SparseSGD(torch.optim.Optimizer):
         while True:
             sums = self._flat.sums(self.param_groups, scaling)
             outcome = self._round()
-            if outcome.flags & MEMBERS:
+            if outcome.members:
                 self._introduce()
                 continue
             if not outcome.trainable:

@@ -199,10 +199,10 @@ class Means(Window):
             first = not outcome.most and replica.transport.size > 1
             return fingerprint(self._own.values()) if first else None
 
-        while outcome.flags & MEMBERS:
+        while outcome.members:
             row = replica.row(flags, [name in self._moved for name in self._shared])
             outcome = replica.agree(self._name, row, digest, self._refused)
-            if outcome.flags & MEMBERS:
+            if outcome.members:
                 self.regroup()
         if outcome.trainable:
             self._buckets.make(outcome.trainable)
@@ -267,7 +267,7 @@ class Means(Window):
             raise_on_all(mean.result.exception(), mesh_of(self._params.values()))
             outcome, factor = mean.result.result()
             names = {name for bucket, _ in mean.buckets for name in bucket.layout.names}
-            if outcome.flags & MEMBERS or (outcome.trainable and outcome.trainable != names):
+            if outcome.members or (outcome.trainable and outcome.trainable != names):
                 return self._take_again(mean, outcome)
             self._last = self._last | outcome.trainable
             counts = bool(outcome.trainable) and not (outcome.over and self._streams)  # of all parameters instead
@@ -306,7 +306,7 @@ class Means(Window):
         """Form a mean once more, because parameters take part that its buckets lack, or others do not. Collective."""
         steps = self.steps + sum(later.steps for later in self._under_way[1:])
         self.drop()
-        if outcome.flags & MEMBERS:
+        if outcome.members:
             self.regroup()
         else:
             fragment = mean.fragment

@@ -278,7 +278,7 @@ class Reducer(Owner):
             return outcome
         self._drop()
         self.gradients.to(State.LOCAL)
-        if outcome.flags & MEMBERS:
+        if outcome.members:
             regroup()
         elif relaid:  # parameters were frozen or unfrozen, or have gradients of another kind
             self.buckets.release()

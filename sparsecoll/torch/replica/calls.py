@@ -193,6 +193,11 @@ class Outcome:
     same_options: bool = True
 
     @property
+    def members(self) -> bool:
+        """Whether a rank's optimizer or model has other parameters than before, which are to be taken in first."""
+        return bool(self.flags & MEMBERS)
+
+    @property
     def joined(self) -> bool:
         """Whether a rank has run out of data."""
         return bool(self.flags & JOINED)

@@ -191,7 +191,7 @@ class Replica:
             return outcome
 
         outcome = self.call(name, exchange, "agree")
-        if outcome.flags & MEMBERS:  # which are to be taken in and dropped first
+        if outcome.members:
             return outcome
         if not outcome.same_options:
             self.call("step", self._disagree)
