@@ -58,8 +58,8 @@ def _keys(keys: list[Any]) -> NDArray[Any]:
     if kinds or array.dtype.kind not in "iu" or array.max(initial=0) >= END:
         wrong = ([key for key in keys if type(key) in kinds] or [max(keys)])[0]
         cure = "int(key)" if isinstance(wrong, (bool, np.bool_)) else "str(key)"
-        known = "integers below 2^63 - 1, all str, all bytes, or all tuples of int and str"
-        raise TypeError(f"x: expected keys that are {known}, got {wrong!r}: use {cure}")
+        text = "x: expected keys that are integers below 2^63 - 1, all str, all bytes, or all tuples of int and str"
+        raise TypeError(f"{text}, got {wrong!r}: use {cure}")
     return array
 
 
