@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -97,4 +96,4 @@ def _rounded(channel: Channel, x: SparseVector, total: SparseVector) -> Reductio
     value = total.astype(channel.dtype or total.dtype)
     if value.dtype == total.dtype or channel.rank > 0:  # of the ranks, one records what rounding takes
         return Reduction(value, x)
-    return Reduction(value, partial(Loss(channel, total.rounding_error(value)).subtract_from, x))
+    return Reduction(value, lambda: Loss(channel, total.rounding_error(value)).subtract_from(x))

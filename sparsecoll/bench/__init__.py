@@ -75,7 +75,7 @@ def rows(
         more = repeat, network, ranks_per_node
         return [simulated(P, length, c, *more) for P in _several(comm) for length in lengths for c in some]
     rank = as_transport(comm).rank
-    gradients = (heavy_tailed(length, rank) for length in lengths)  # one at a time in memory
+    gradients = (heavy_tailed(length, rank) for length in lengths)  # two at most in memory
     return [measure(comm, c, vectors, repeat) for vectors in gradients for c in some]
 
 
