@@ -68,4 +68,5 @@ def cases(main):
         "freed": lambda: freed(main, main.raises),
         "freed, interrupted": lambda: freed(main, interrupt),
         "freed, exits": lambda: left(main),
+        "freed, exits early": lambda: freed(main, sys.exit),
     }

@@ -41,7 +41,7 @@ ENDS = {
     "interrupted": (-2, True),
 }
 OVER_MPI = {**ENDS, "finalized": (0, True), "pending, finalized": (0, False), "freed": (1, True)}
-OVER_MPI |= {"freed, interrupted": (-2, True), "freed, exits": (0, False)}
+OVER_MPI |= {"freed, interrupted": (-2, True), "freed, exits": (0, False), "freed, exits early": (0, True)}
 TOGETHER = [
     f"together, {order}, {end}"
     for order in ("gms", "mgs", "gsm")
@@ -50,7 +50,7 @@ TOGETHER = [
 SOME = ["outstanding, raises", "ddp, hook", "daemon", "interrupted", "works on"]
 SILENT = ("finalizers, one", "pending, finalized")  # where other ranks have nothing to say
 SOME_OVER_MPI = ["outstanding, raises", "matched", "finalized", "pending, finalized", "thread, raises", TOGETHER[6]]
-SOME_OVER_MPI += ["gathered", "freed", "freed, interrupted", "freed, exits"]
+SOME_OVER_MPI += ["gathered", "freed", "freed, interrupted", "freed, exits", "freed, exits early"]
 
 
 def told(text):

@@ -194,7 +194,8 @@ class StoreMeeting:
         They are when each rank has told that it has seen the same ones.
         """
         if self._is_over():
-            self.clear()
+            self._store.delete_key(self._key(f"{self.rank}/{self._seen}"))
+            self._seen = ""
             self.put(self._entry)
         keys = [self._key(rank) for rank in range(self.size)]
         if not self._store.check(keys):
@@ -207,8 +208,9 @@ class StoreMeeting:
         return entries if self._store.check([self._key(f"{rank}/{seen}") for rank in range(self.size)]) else None
 
     def absent(self) -> list[int]:
-        """Return the ranks that have left no entry."""
-        return [rank for rank in range(self.size) if not self._store.check([self._key(rank)])]
+        """Return the ranks that have left no entry or, once all have, have not told that they have seen all."""
+        told = f"/{self._seen}" if self._seen else ""
+        return [rank for rank in range(self.size) if not self._store.check([self._key(f"{rank}{told}")])]
 
     def clear(self) -> None:
         """Remove this rank's entry, which all ranks have read: a job that is restarted may meet at the same place."""

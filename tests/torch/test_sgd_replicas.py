@@ -9,7 +9,8 @@ import torch
 from nets import P, batch, bits, loss_of, net, residuals, train
 
 from sparsecoll import CommunicationError, simulate
-from sparsecoll.torch import SparseSGD
+from sparsecoll.torch import LocalOptimizer, SparseSGD
+from sparsecoll.transport import LocalTransport
 
 
 @pytest.mark.parametrize("given", ["parameters", "model"])
@@ -30,10 +31,15 @@ def test_buffers_are_rank_0s(given):
     assert results[0][3] == 3
 
 
-def test_verify_names_what_differs():
+@pytest.mark.parametrize("inside", [False, True])
+def test_verify_names_what_differs(inside):
+    """Also inside a LocalOptimizer of another communicator, as of nodes."""
+
     def program(comm):
         model = net()
         optimizer = SparseSGD(model.parameters(), 0.1, comm=comm, verify=2)
+        if inside:
+            optimizer = LocalOptimizer(optimizer, model, LocalTransport(), every=10)
         train(comm, model, optimizer, range(1))
         with torch.no_grad():
             model[2].bias += comm.rank == 1

@@ -105,6 +105,27 @@ def test_a_rank_that_finds_the_entries_of_killed_processes_waits_for_living_ones
     assert good, sizes
 
 
+def test_ranks_whose_entries_are_those_of_killed_processes_are_named():
+    store = dist.HashStore()
+    for rank in range(2):
+        come(store, rank, 3).put(f"entry {rank}")
+    with pytest.raises(CommunicationError, match=r"absent: 0, 1\)"):
+        connect(come(store, 2, 3), 0.5)
+
+
+def test_ranks_that_move_on_to_the_next_meeting_confirm_its_entries_again():
+    """Even if they are the same, since only a stray process has come and gone between."""
+    store = dist.HashStore()
+    meetings = [come(store, rank) for rank in range(2)]
+    for meeting in meetings:
+        meeting.put(f"entry {meeting.rank}")
+    assert meetings[0].entries() is None and meetings[1].entries() is not None
+    come(store, 1).put("another")
+    for _ in range(6):
+        found = [meeting.entries() for meeting in meetings]
+    assert found == [["entry 0", "entry 1"]] * 2
+
+
 def test_what_has_failed_before_does_not_fail_the_next_meeting():
     store = dist.HashStore()
     for rank in range(2):

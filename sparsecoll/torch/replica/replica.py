@@ -353,15 +353,15 @@ class Replica:
         Without `buffers`, those are left out: forward passes may have changed them since.
         """
         left_out = {} if buffers else self.buffers.tensors
-        known = self._with_model(self.params)
-        tensors = {name: t for name, t in known.items() if name not in left_out and self.compares(t)}
+        tensors = {name: t for name, t in self._with_model(self.params).items() if name not in left_out}
 
-        def gather(_: CollectiveCall) -> Any:
-            return allgather(self.transport, np.array([zlib.crc32(bits_of(t)) for t in tensors.values()], np.uint32))
+        def gather(_: CollectiveCall) -> Any:  # 31 bits of each checksum, and whether the tensor is to be compared
+            marks = [zlib.crc32(bits_of(t)) & ~1 | (n in self.params or self.compares(t)) for n, t in tensors.items()]
+            return allgather(self.transport, np.array(marks, np.uint32))
 
         rows = self.call("verify", gather, "verify")
         for name, column in zip(tensors, rows.T, strict=True):
-            if (column != column[0]).any():
+            if (column & 1).all() and (column != column[0]).any():
                 others = [str(rank) for rank, value in enumerate(column.tolist()) if value != column[0]]
                 raise CommunicationError(
                     f"verify: expected the same bits on all ranks after step {self.context.step},"

@@ -128,8 +128,7 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> N
 def _tell_others(transport: MpiTransport) -> None:
     """Before a communicator is freed, tell ranks that may go on with its calls of the exception in this one's way."""
     error = sys.exc_info()[1]
-    ends = error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
-    if not (ends or transport.broken or getattr(error, "on_all_ranks", False)):
+    if not (error is None or transport.broken or getattr(error, "on_all_ranks", False)):
         transport.broken = f"rank {transport.rank} has freed it after {error!r}"
     if transport.broken:
         transport.revoke(report_of(transport.broken))

@@ -114,10 +114,12 @@ class MpiTransport(Transport):
                 if self.recorded(request.Test, "sending to rank", peer):
                     self._sends.popleft()
                     continue
-                waiter = waiter or self.watchdog(
-                    lambda: "waits for its own sends to complete", awaited=lambda: {send[2] for send in self._sends}
-                )
+                waiter = waiter or self.watchdog(lambda: "waits for its own sends to complete", awaited=self._receivers)
                 waiter.pause()
+
+    def _receivers(self) -> set[int]:
+        """Return the ranks that have not received all that was sent to them."""
+        return {peer for request, _, peer in self._sends if not request.Test()}
 
     # -- receiving
 
