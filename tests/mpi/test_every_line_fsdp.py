@@ -33,6 +33,7 @@ REPORTING = ("calls.py", "failures.py")  # the code that reports exceptions
 BINDING = ("ShardedReductions.state_dict", "ShardedReductions.load_state_dict")  # before a call begins
 REPEATED = "ShardedReductions._accept_or_drop"  # if it raises, since all ranks have succeeded before
 TORCHS = ("ReduceScatter.", "at_end_of_backward.<", "ShardedReductions._ask_for_end.<")  # called by torch itself
+TORCHS += ("Group.lay_out_all.<locals>.<lambda>",)
 
 
 def wanted(code):

@@ -69,16 +69,16 @@ class Group:
         infos = [p._module_info for p in self._group.fsdp_params]
         self._names = [WRAPPERS.sub("", f"{names[id(info.module)]}.{info.param_name}".lstrip(".")) for info in infos]
 
-    def lay_out_all(self) -> None:
+    def lay_out_all(self, hook: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
         """Let torch reduce zeros for all trainable parameters without a gradient, and for no others.
 
         It decides by what was trainable in the last forward pass, and leaves gradients, and zeros, of the parameters'
-        dtype beside accumulated ones, which may have another.
+        dtype beside accumulated ones, which may have another. `hook` is that of `Failures`.
         """
         group, post_backward = self._group, self._group.post_backward
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
 
-        def laid_out(*args: Any) -> None:
+        def prepare() -> None:
             params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
             for p in params if group.is_sharded else ():
                 p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
@@ -88,9 +88,9 @@ class Group:
                     if own.requires_grad or grad is not None:
                         grad, own.grad = torch.zeros_like(own) if grad is None else grad, None
                         p.unsharded_accumulated_grad = grad.to(p.reduce_dtype)
-            post_backward(*args)
 
-        group.post_backward = laid_out
+        prepared = hook(prepare)
+        group.post_backward = lambda *args: (prepared(), post_backward(*args))[1]  # type: ignore[func-returns-value]
 
     @property
     def parameters(self) -> list[Shard]:

@@ -117,7 +117,7 @@ class ShardedReductions:
         """Set the hooks of all modules."""
         hook, ask = self._failures.hook, self._ask_for_end
         for index, group in enumerate(self._groups):
-            group.lay_out_all()
+            group.lay_out_all(hook)
             receive = hook(ask, ask, partial(self._receive, index))  # asks again, if that has failed
             reduce = partial(self._in_backward, receive)
             if self._parts > 1:  # a single rank scatters nothing
