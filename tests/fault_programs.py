@@ -115,7 +115,7 @@ def alone(comm):
     """The last rank fails when the others have finished the call, and they make no other one."""
     call(comm)
 
-    def no_room(*_):
+    def no_room(*_, **__):
         raise MemoryError("no room")
 
     fails = patch.object(Channel, "merge", no_room)
