@@ -362,10 +362,10 @@ class Replica:
         rows = self.call("verify", gather, "verify")
         for name, column in zip(tensors, rows.T, strict=True):
             if (column & 1).all() and (column != column[0]).any():
-                others = [str(rank) for rank, value in enumerate(column.tolist()) if value != column[0]]
+                others = ", ".join(str(rank) for rank, value in enumerate(column.tolist()) if value != column[0])
                 raise CommunicationError(
-                    f"verify: expected the same bits on all ranks after step {self.context.step},"
-                    f" got others than rank 0's in {name!r} on rank {', '.join(others)}"
+                    f"verify: expected the same bits on all ranks after step {self.context.step}, got others than rank"
+                    f" 0's in {name!r} on rank {others}: load the same model on all, or use sparsecoll.torch.broadcast"
                 )
 
     def compare_if_due(self, step: int | None = None, buffers: bool = True) -> None:
