@@ -69,7 +69,7 @@ def main() -> None:
     start = load(args.folder, model, optimizer)
     data, (x, y) = samples(4000, seed=0), samples(300, seed=1).tensors
     sampler = DistributedSampler(data, seed=42)
-    loader = DataLoader(data, batch_size=64 // dist.get_world_size(), sampler=sampler)  # 64 samples in each step
+    loader = DataLoader(data, batch_size=64 // dist.get_world_size(), sampler=sampler)  # 64 a step, or a few less
     for epoch in range(start, args.epochs):
         sampler.set_epoch(epoch)
         for inputs, labels in loader:

@@ -85,6 +85,8 @@ def hashed(text: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 def train(comm: Any) -> list[float]:
     """Train; return the mean losses that are printed, in bits per byte."""
     torch.manual_seed(0)
+    if BATCH % comm.size:
+        raise SystemExit(f"expected a number of ranks that divides {BATCH}, got {comm.size}")
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     net = torch.nn.Sequential(torch.nn.Linear(2 * HEADS * WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, 256))

@@ -104,8 +104,9 @@ def make_optimizer(comm, model: nn.Module, name: str, args: argparse.Namespace) 
             density=args.density,
             momentum=args.momentum,
         )
-    momentum = 0.0 if getattr(chosen, "momentum", 0.0) else args.momentum  # once is enough
-    inner = torch.optim.SGD(parameters, args.lr, momentum)
+    own = getattr(chosen, "momentum", 0.0)  # once is enough; the same lr / (1 - momentum)
+    momentum, rate = (0.0, args.lr * (1 - own) / (1 - args.momentum)) if own else (args.momentum, args.lr)
+    inner = torch.optim.SGD(parameters, rate, momentum)
     return sparsecoll.torch.DistributedOptimizer(inner, model.named_parameters(), comm, chosen)  # (*)
 
 
@@ -119,7 +120,9 @@ def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
     optimizer = make_optimizer(comm, model, algo, args)
     shuffle = torch.Generator().manual_seed(1000 * seed + comm.rank)
     batches = len(y) // args.batch
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * batches, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, optimizer.param_groups[0]["lr"], args.epochs * batches, cycle_momentum=False
+    )
     step, compute, curve = 0, 0.0, []
     for epoch in range(args.epochs):
         order = torch.randperm(len(y), generator=shuffle)[: batches * args.batch]

@@ -132,6 +132,21 @@ def test_demo_sends_40_times_fewer_bytes():
     assert received("dense") > 40 * received("oktopk")
 
 
+@pytest.mark.parametrize(
+    ("compressor", "rate", "momentum"), [("nesterovtopk", 0.3, 0), ("dgc", 0.1, 0), ("sgdtopk", 0.1, 0.9)]
+)
+def test_the_demo_keeps_the_effective_rate(compressor, rate, momentum):
+    train = loaded("train.py")
+    method = {"algo": None, "selector": None, "compressor": compressor}
+    args = argparse.Namespace(lr=0.1, momentum=0.9, density=0.01, epochs=1, batch=50, **method)
+
+    def program(comm):
+        [group] = train.make_optimizer(comm, torch.nn.Linear(3, 2), compressor, args).param_groups
+        return group["lr"], group["momentum"]
+
+    assert sparsecoll.simulate(1, program).results[0] == pytest.approx((rate, momentum))
+
+
 def test_ranks_of_the_demo_take_as_many_steps():
     """Where the images cannot be divided evenly."""
     train = loaded("train.py")
@@ -190,6 +205,9 @@ def test_word_vectors_and_ngrams_have_the_losses_of_one_process(monkeypatch, tmp
         for losses in several[0]:
             np.testing.assert_allclose(losses, alone, rtol=1e-4)
     assert "87,381 of 262,144 rows here" in capsys.readouterr().out
+    for train in (lambda comm: words.train(comm, str(tmp_path), 15), ngrams.train):
+        with pytest.raises(SystemExit, match="expected a number of ranks that divides"):
+            sparsecoll.simulate(11, train)
 
 
 def test_hook_of_ddp(printed, monkeypatch):

@@ -15,7 +15,7 @@ from sparsecoll.vector import SparseVector
 
 @dataclass
 class Hierarchical(Algorithm):
-    """The result of `inner`, with bytes between nodes that do not grow with the number of ranks per node.
+    """The result of `inner`, of which each node sends the sum of its ranks once.
 
     1. Inside: every rank sends its entries to the first rank of its node (through shared memory, as COO, since encoding
        costs more than sending there), which sums them in rank order.

@@ -65,7 +65,7 @@ def rows(
         raise ValueError(f"algos: expected different names, got {', '.join(named)} for {len(algos)}: pass a dict")
     lengths = [check_integer("n", length, 1) for length in _several(n)]
     check_integer("repeat", repeat, 1)
-    some = []
+    some, density = [], list(density) if isinstance(density, Iterable) else density
     for name, algo in named.items():
         own = getattr(algo, "density", 0.01) if density is None else density
         if hasattr(own, "settles_at") and (own := own.settles_at()) is None:

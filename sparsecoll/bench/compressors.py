@@ -25,15 +25,16 @@ class Mean:
         self.seconds: dict[str, float] = {}  # of the last call by kind of work, most of it on the progress thread
 
     def __call__(self, vector: NDArray[Any]) -> tuple[float, float, float, float]:
+        gradient = torch.tensor(vector, device="cpu")
         if self._trained is None:
             columns = max(d for d in range(1, math.isqrt(vector.size) + 1) if vector.size % d == 0)
-            p = torch.nn.Parameter(torch.zeros(vector.size // columns, columns, device="cpu"))
+            p = torch.nn.Parameter(torch.zeros(vector.size // columns, columns, dtype=gradient.dtype, device="cpu"))
             inner = torch.optim.SGD([p], lr=1e-9)
             self._trained = p, DistributedOptimizer(inner, [("gradient", p)], self._comm, self._compressor)
         p, optimizer = self._trained
         before, spent = optimizer.traffic.copy(), optimizer.seconds.copy()
         optimizer.zero_grad()
-        p.backward(torch.tensor(vector, device="cpu").view_as(p))  # type: ignore[no-untyped-call]
+        p.backward(gradient.view_as(p))  # type: ignore[no-untyped-call]
         optimizer.step()
         self.seconds = {kind: optimizer.seconds[kind] - spent[kind] for kind in KINDS}
         moved = optimizer.traffic.since(before).total

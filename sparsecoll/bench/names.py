@@ -64,13 +64,14 @@ def _made(what: str, text: str, registry: Mapping[str, Callable[..., T]], base: 
         make = _own_class(what, name, base)
     if make is None:
         raise ValueError(f"{what}: expected one of {', '.join(registry)}, or MODULE:CLASS, got {text!r}")
-    known = list(inspect.signature(make).parameters)
+    made = make if isinstance(make, type) else type(make())  # a preset has the options of its class
+    known = list(inspect.signature(made).parameters)
     options: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         option, equals, value = pair.partition("=")
         if not equals or option not in known:
             raise ValueError(f"{what}: expected OPTION=VALUE of {name} with one of {', '.join(known)}, got {pair!r}")
-        options[option] = selector(value) if option == "selector" else _typed(name, make, option, _literal(value))
+        options[option] = selector(value) if option == "selector" else _typed(name, made, option, _literal(value))
     options = {option: value for option, value in usual.items() if option in known} | options
     try:
         return make(**options)

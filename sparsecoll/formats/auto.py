@@ -111,10 +111,14 @@ class AutoFormat(Chooser):
         return long and isinstance(form, DenseStreamFormat) and form.estimate(x, wire, SAMPLES) > 1.1 * best
 
     def sparse(self) -> Format:
-        return choosing(self.beta, SPARSE)
+        return choosing(self.beta, self._of(SPARSE))
 
     def sparse_or(self, dense: Format) -> Format:
-        return choosing(self.beta, (*SPARSE, dense.name)) if dense in self.choices else super().sparse_or(dense)
+        own = dense in self.choices
+        return choosing(self.beta, self._of((*SPARSE, dense.name))) if own else super().sparse_or(dense)
+
+    def _of(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name in self.choose) or SPARSE
 
 
 @functools.lru_cache

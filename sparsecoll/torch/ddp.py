@@ -23,9 +23,10 @@ from sparsecoll.torch.reduction.rows import RowBucket, nan_rows
 from sparsecoll.torch.reduction.state import UNNAMED, check_keys
 from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.calls import JOINED, Options, Row, agreed, agreeing, communicator
+from sparsecoll.torch.replica.guards import refuse_renormalized
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, device_of, in_memory_order, residual_dtype, takes_part
-from sparsecoll.torch.tensors.model import named
+from sparsecoll.torch.tensors.model import model_of, named
 from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
@@ -70,9 +71,6 @@ class HookState:
         ValueError: The communicator and DDP's process group have different ranks (if their number is the same, this is
             raised by the first back-propagation), a compressor does not fit, or `verify` or `timeout` is out of range.
         TypeError: `grad_scaler`, `verify` or `timeout` has a wrong type, or a parameter is complex.
-
-    See Also:
-        `sparsecoll.torch.comm_hook`.
     """
 
     def __init__(
@@ -88,12 +86,14 @@ class HookState:
         self.transport = communicator(comm, timeout)
         own, options = as_compressor(compressor), Options(verify=verify, timeout=timeout)
         self._timeout, self._scaler = timeout, enabled(grad_scaler)
-        wrapped = isinstance(named_parameters, torch.nn.parallel.DistributedDataParallel)
-        self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
+        given, wrapped = named_parameters, isinstance(named_parameters, torch.nn.parallel.DistributedDataParallel)
+        self._group: Any = given.process_group if wrapped else None  # type: ignore[union-attr]
+        given = given.module if wrapped else given  # type: ignore[union-attr, assignment]
+        refuse_renormalized(model_of(given) if self.transport.size > 1 else None)
         self._check_group()
         self._replica = Replica(self.transport, None, options)
         self._params = self._replica.params
-        self._params.update(named(named_parameters.module if wrapped else named_parameters))  # type: ignore[union-attr]
+        self._params.update(named(given))
         for p in filter(takes_part, self._params.values()):
             residual_dtype(p.dtype)
         self._names = {id(p): name for name, p in self._params.items()}

@@ -65,7 +65,7 @@ def test_rounding_on_the_wire_is_conserved(inner, value_dtype):
 
 
 @pytest.mark.parametrize("inner", ["oktopk", "allgather", "gtopk"])
-def test_bytes_between_nodes_do_not_grow_with_ranks_per_node(inner):
+def test_a_node_whose_ranks_have_the_same_indices_sends_what_one_rank_does(inner):
     """Ranks of a node with the same support (data parallel ranks see similar gradients)."""
 
     def between(ranks_per_node):

@@ -3,7 +3,9 @@
 import json
 import re
 import sys
+from functools import partial
 
+import numpy as np
 import pytest
 
 from sparsecoll import Network, OkTopk, SparCML, bench, simulate
@@ -117,6 +119,31 @@ def test_compressors(command, here):
         assert 2 * 250 < received[1] < 2 * 250 + 200 and received[0] > max(received[1:])
 
 
+def test_presets_take_the_options_of_their_class():
+    pytest.importorskip("torch")
+    from sparsecoll.torch.compressors import COMPRESSORS, TopKCompressor
+
+    presets = [name for name, make in COMPRESSORS.items() if isinstance(make(), TopKCompressor)]
+    assert {"topk", "oktopk", "dgc", "sgdtopk"} <= {*presets}
+    for name in presets:
+        made = bench.compressor(f"{name}:clip=1,density=0.2,momentum=0.5")
+        assert (made.clip, made.density, made.momentum) == (1.0, 0.2, 0.5) and made.name == name
+    assert bench.compressor("topk:momentum=None").momentum is None
+    with pytest.raises(ValueError, match="got 'options=1'"):
+        bench.compressor("oktopk:options=1")
+
+
+def test_compressors_are_measured_with_the_dtype_of_the_gradient():
+    pytest.importorskip("torch")
+    from sparsecoll.bench.compressors import Mean
+
+    def program(comm, dtype):
+        return Mean(comm, bench.compressor("none"))(np.ones(3000, dtype))[1]
+
+    double, single = (simulate(3, partial(program, dtype=dtype)).results for dtype in ("f8", "f4"))
+    assert all(1.9 * few < many < 2 * few for many, few in zip(double, single, strict=True))
+
+
 def test_in_bench_from_the_script(here, capsys, monkeypatch):
     """Whose first folder in sys.path is its own."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
@@ -175,7 +202,7 @@ def test_rows_of_virtual_ranks(here, tmp_path):
     """An object of one's own beside Ok-Topk, which `plot` draws."""
     ring = own_ring(here)
     named = {"mine": ring, "Ok-Topk": "oktopk", "Ok-Topk, tau": OkTopk(tau=2)}
-    rows = bench.rows([2, 5], named, n=[3000], density=[0.01, 0.1], repeat=2, network=Network(1e-5, 1e-9))
+    rows = bench.rows([2, 5], named, n=[3000], density=iter([0.01, 0.1]), repeat=2, network=Network(1e-5, 1e-9))
     assert [(row["P"], row["algo"], row["density"]) for row in rows] == [
         (P, name, density) for P in (2, 5) for name in named for density in (0.01, 0.1)
     ]

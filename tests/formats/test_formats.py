@@ -69,6 +69,16 @@ def test_sparse_or_dense_takes_fewer_bytes(name, step):
     np.testing.assert_array_equal(formats.decode(message, 5000).indices, x.indices)
 
 
+def test_formats_left_out_of_auto_are_left_out_by_algorithms():
+    """They ask for a format without or with zeros."""
+    x, coo, bitmap = SparseVector(np.arange(0, 5000, 3), np.ones(1667), 5000), FORMATS["coo"], FORMATS["bitmap"]
+    only, both = formats.AutoFormat(choose=("coo",)), formats.AutoFormat(choose=("bitmap", "dense"))
+    assert only.sparse().size(x) == only.sparse_or(FORMATS["dense"]).size(x) == coo.size(x)
+    assert both.sparse().size(x) == both.sparse_or(FORMATS["dense"]).size(x) == bitmap.size(x)
+    full = DenseVector(np.ones(5000)).to_sparse()
+    assert both.sparse_or(FORMATS["dense"]).size(full) == FORMATS["dense"].size(full)
+
+
 def test_rounding_to_nearest_even_saturation_and_special_values():
     values = np.array([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, 70000, -70000, np.inf, -np.inf, np.nan], np.float32)
     x = SparseVector(np.arange(values.size), values, 100)

@@ -121,6 +121,19 @@ def test_no_rank_of_a_worker_takes_a_mean_that_fails_for_another_shard(comm, opt
         assert torch.equal(p, before[name])
 
 
+@pytest.mark.skipif(W != 4, reason="needs 2 workers with 2 shards")
+def test_a_first_mean_that_fails_for_one_shard_raises_on_all_ranks_of_a_worker(comm):
+    """Where one shard differs between workers."""
+    mesh, model = sharded()
+    optimizer = made(model, mesh.get_group("worker"))
+    worker = mesh.get_local_rank("worker")
+    if worker == 1 and mesh.get_local_rank("shard") == 0:
+        with torch.no_grad():
+            next(model.parameters()).to_local().add_(1.0)
+    with pytest.raises(CommunicationError, match=r"same bits|another shard"):
+        train(model, optimizer, worker, 3)
+
+
 def state_of(optimizer):
     """Whole tensors of the state of a worker: residuals, the parameters at the last mean and now, all momenta."""
     state = optimizer.state_dict()

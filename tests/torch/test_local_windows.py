@@ -13,7 +13,7 @@ from nets import batch, bits, close, loss_of, net, parameters, residuals  # noqa
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
 from sparsecoll.torch import LocalOptimizer, redistribute  # noqa: E402
-from sparsecoll.torch.compressors import QSGD, TopKCompressor  # noqa: E402
+from sparsecoll.torch.compressors import QSGD, ChunkedTopK, TopKCompressor  # noqa: E402
 from sparsecoll.torch.replica.replica import Replica  # noqa: E402
 
 SPARSE = TopKCompressor(0.1, "allgather")
@@ -330,3 +330,49 @@ def test_means_under_way_compare_nothing_while_parameters_change(monkeypatch):
         return before
 
     assert simulate(2, program).results == [0, 0] and sorted(compared) == [0, 1]
+
+
+@pytest.mark.parametrize("compressor", [SPARSE, ChunkedTopK(2, 64), QSGD(2, feedback=True)], ids=lambda own: own.name)
+@pytest.mark.parametrize("stream", [{}, {"fragments": 2, "delay": 1, "alpha": 0.5}])
+def test_weights_that_are_the_same_on_all_ranks_change_nothing(compressor, stream):
+    """Whatever they are: residuals are in units of parameters, not of weights."""
+
+    def program(comm, weighted):
+        at, options = [240.0], {"compressor": compressor, **stream}
+        run = Run(comm, net(), **options, **({"weight": lambda: at[0]} if weighted else {}))
+        for weight in (240.0, 8.0, 0.25, 240.0):
+            at[0] = weight
+            run.step(3)
+            run.optimizer.synchronize()
+        return bits(run.model)
+
+    plain, weighted = (simulate(3, lambda comm, w=w: program(comm, w)).results for w in (False, True))
+    assert weighted == plain and len({*plain}) == 1
+
+
+def test_changes_of_weight_zero_are_given_up():
+    def program(comm):
+        at = [1.0]
+        run = Run(comm, net(), weight=lambda: at[0], compressor="none")
+        run.step(4)
+        before = parameters(run.model)
+        at[0] = 0.0
+        run.step(4)
+        close(parameters(run.model), before)
+        at[0] = float(comm.rank == 1)
+        run.step(4)
+        return [a - b for a, b in zip(parameters(run.model), before, strict=True)], run.pending
+
+    for moved, _ in (results := simulate(3, program).results):
+        close(moved, results[0][0])
+    assert any(t.any() for t in results[0][0])
+
+
+def test_fragments_are_modules_or_lists_of_parameters():
+    def program(comm):
+        model = net()
+        for wrong in (["0.weight"], [["0.weight", "0.bias"], ["2.weight"]]):
+            with pytest.raises(TypeError, match="fragments: expected modules or lists of parameters, got str"):
+                LocalOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, every=4, fragments=wrong)
+
+    simulate(2, program)

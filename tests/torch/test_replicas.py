@@ -277,6 +277,37 @@ def test_a_module_that_scales_the_rows_it_looks_up_is_refused():
         for make in (wrapped, local):
             with pytest.raises(ValueError, match="Embedding '0': expected max_norm=None"):
                 make(torch.nn.Sequential(torch.nn.Embedding(9, 3, max_norm=1.0)), comm)
+        for given in (lambda model: model, torch.nn.Module.named_parameters):
+            with pytest.raises(ValueError, match="Embedding '0': expected max_norm=None"):
+                HookState(comm, "none", given(torch.nn.Sequential(torch.nn.Embedding(9, 3, max_norm=1.0))))
+
+    simulate(2, program)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_buffers_that_forward_passes_have_changed_since_are_not_compared(by_hand):
+    """The passes of the next step of a loop that updates by hand, or those after back-propagation."""
+
+    def program(comm):
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).double()
+        optimizer = wrapped(model, comm, verify=1)
+        for step in range(3):
+            x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if by_hand:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.sub_(p.grad)
+                continue
+            model(x)
+            optimizer.step()
+        with torch.no_grad():
+            model[0].bias[3] += comm.rank
+        optimizer.zero_grad()
+        with pytest.raises(CommunicationError, match=r"'0\.bias' on rank 1"):
+            model(x).square().mean().backward()
+            optimizer.step()
 
     simulate(2, program)
 

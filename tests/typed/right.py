@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 import sparsecoll
 from sparsecoll import Reduction, Request, RowSparse, SparseVector
+from sparsecoll.torch.compressors import TopKCompressor
 
 Floats = NDArray[np.float32]
 
@@ -55,5 +56,6 @@ def program(comm: sparsecoll.Comm) -> int:
 
 assert_type(sparsecoll.simulate(3, program).results, list[int])
 assert_type(sparsecoll.simulate(3, lambda comm: comm.Get_rank() / 2).results, list[float])
+assert_type(TopKCompressor(momentum=None).momentum, float | None)
 group = torch.distributed.group.WORLD
 assert_type(sparsecoll.allreduce(group, {"a": 1}), dict[str, int])

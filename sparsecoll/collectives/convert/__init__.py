@@ -99,7 +99,7 @@ def to_array(x: Any) -> ToArray:
     """Return the Back of a dense x: its results are tensors of torch, DenseVectors or arrays of the shape of x."""
     if isinstance(x, DenseVector):
         return ToArray("", (x.length,))
-    return ToArray(_library(x), tuple(map(int, x.shape)))
+    return ToArray(_library(x), tuple(map(int, x.shape if hasattr(x, "shape") else np.from_dlpack(x).shape)))
 
 
 def _library(x: Any) -> str:

@@ -179,8 +179,8 @@ class Compressor(ABC):
         """Return what `compress` has returned as bytes, as all ranks get it; see `combined`."""
         raise TypeError(NO_MESSAGES.format(self.name))
 
-    def combined(self, blocks: Sequence[Array]) -> Any:
-        """Return what `communicate` returns, from all ranks' `encoded` messages.
+    def combined(self, blocks: Sequence[Array], shares: Sequence[float] | None = None) -> Any:
+        """Return what `communicate` returns, from all ranks' `encoded` messages, multiplied by `shares` if given.
 
         `update` then gets None for the message if this rank's is not among them.
         """

@@ -194,8 +194,12 @@ class ChunkedTopK(ErrorFeedback):
     def encoded(self, message: list[Taken | None]) -> Array:
         return encode(message[0])
 
-    def combined(self, blocks: Sequence[Array]) -> list[Taken]:
-        return [decode(block, self._regions[0]) for block in blocks]
+    def combined(self, blocks: Sequence[Array], shares: Sequence[float] | None = None) -> list[Taken]:
+        parts = zip((decode(block, self._regions[0]) for block in blocks), shares or [1] * len(blocks), strict=True)
+        return [
+            (indices, codes, magnitudes if share == 1 else share * magnitudes)
+            for (indices, codes, magnitudes), share in parts
+        ]
 
     def add_mean(self, values: Array, reduced: list[Taken], scale: float) -> None:
         kernels_of(values).chunk_sum(reduced, self._regions[0].starts, self.size / scale, values, True)

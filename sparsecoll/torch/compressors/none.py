@@ -34,10 +34,10 @@ class NoCompression(Compressor):
     def encoded(self, message: DenseVector) -> Array:
         return message.values.view(np.uint8)
 
-    def combined(self, blocks: Sequence[Array]) -> Reduction:
+    def combined(self, blocks: Sequence[Array], shares: Sequence[float] | None = None) -> Reduction:
         total = self.layout.zeros()
-        for block in blocks:
-            total += block.view(total.dtype)
+        for block, share in zip(blocks, shares or [1] * len(blocks), strict=True):
+            total += block.view(total.dtype) if share == 1 else share * block.view(total.dtype)
         value = DenseVector(total)
         return Reduction(value, value)
 

@@ -50,7 +50,11 @@ class RandomKCompressor(ErrorFeedback):
         return self._selector.select(acc, self._k)
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:
-        return self.reduce(transport, DenseVector(message.values), compared={ENTRIES: self._k})
+        return self.reduce(
+            transport,
+            DenseVector(message.values),
+            compared={ENTRIES: self._k, "selector": str(self._selector.state_dict())},
+        )
 
     def update(self, out: Array, message: SparseVector, reduced: Reduction) -> None:
         self.contributed(message)

@@ -80,7 +80,7 @@ class TopKCompressor(ErrorFeedback):
     _: KW_ONLY
     format: str | Format = "auto"
     value_dtype: str | None = None
-    momentum: float = 0.0
+    momentum: float | None = 0.0
     nesterov: bool = False
     clip: float | None = None
     clip_by: str = "parameter"

@@ -90,8 +90,8 @@ class LocalOptimizer(Wrapper):
             after `synchronize`.
         alpha: share of its own parameters that a rank keeps after them (default: 0, so that those steps are lost).
         weight: function that returns this rank's weight in the next mean, as its number of samples, at least 0
-            (default: all ranks weigh the same). Changes are multiplied by it before they are compressed. If all are 0,
-            the mean is 0, and parameters return to the shared ones.
+            (default: all ranks weigh the same); it may be called several times for a mean. Changes of weight 0 are
+            given up.
         backup_device: device of the shared parameters, changes and residuals, as "cpu" (default: that of the model).
         bucket_bytes: as in `DistributedOptimizer`.
         dense_below: as in `DistributedOptimizer`.

@@ -205,6 +205,7 @@ class OneBitAdam(Wrapper):
         own = self._later
         saved |= {"compressor": own.describe(), "replicated": sorted(own.replicated_state), "buckets": []}
         self._go_on(params, lambda: self._engine.load_state_dict({STATE: {**saved, "tensors": tensors}}, lambda: None))
+        self._engine.replica.suspect = False  # the mean has made the parameters the same; frozen ones may differ
 
     def _converted(self, params: Named, residuals: Named) -> dict[str, Named]:
         """Return OneBit's first state, of AdamW's moments and of residuals in units of the parameters. Collective."""

@@ -96,8 +96,8 @@ class Bucket:
             p.grad.data = view  # type: ignore[union-attr]  # the same tensor: another one would count as a new gradient
 
     @torch.no_grad()
-    def take_changes(self, now: Mapping[str, torch.Tensor], names: Collection[str], weight: float = 1.0) -> None:
-        """Take weight * (the named parameters - their values of `now`), and zeros for the others."""
+    def take_changes(self, now: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        """Take the named parameters - their values of `now`, and zeros for the others."""
         for name, view in self.layout.split(self.gradient_buffer().tensor).items():
             self._check(name, now[name])
             if name not in names:
@@ -108,8 +108,6 @@ class Bucket:
                 torch.sub(shared, own, out=view)
             else:
                 view.copy_(shared).sub_(own)
-            if weight != 1.0:
-                view.mul_(weight)
 
     def _is_flat(self, p: torch.Tensor) -> bool:
         """Whether a parameter's gradient could be a part of the flat vector as it is; devices other than CPUs copy."""
@@ -214,9 +212,9 @@ class Bucket:
             message = compressor.message(compressor.compensate(self.gradient.array))
             return message, compressor.encoded(message)
 
-    def combine(self, compressor: Compressor, message: Any, blocks: Sequence[Array]) -> None:
+    def combine(self, compressor: Compressor, message: Any, blocks: Sequence[Array], *shares: Sequence[float]) -> None:
         """Take all ranks' messages in bytes; `message` is this rank's, or None if it is not among them."""
-        self._reduced = compressor, message, compressor.combined(blocks)
+        self._reduced = compressor, message, compressor.combined(blocks, *shares)
 
     def form_mean(self) -> None:
         """Form the mean of the messages that `combine` has taken, if any."""

@@ -90,10 +90,12 @@ class Buckets:
             lay_out(call)
             barrier(call.transport)
 
+        extra = self._extra
         try:
             self._replica.call("buckets", make)
         except Exception:
             self.release()
+            self._extra = extra  # some ranks may have restored it, others not
             raise
 
     def tables(self) -> set[int]:

@@ -14,7 +14,7 @@ import torch
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.kernels.memory import asarray_like, to_host
 from sparsecoll.torch.reduction.bucket import Bucket
-from sparsecoll.torch.reduction.means import Means, Trial, check_mean
+from sparsecoll.torch.reduction.means import Means, Trial, check_mean, shares_of
 from sparsecoll.torch.reduction.rounds import Contribution, ElasticGroup, Missed
 from sparsecoll.torch.reduction.state import LOCAL
 from sparsecoll.torch.replica.calls import LATE, Outcome
@@ -56,6 +56,7 @@ class ElasticMeans(Means):
         super().__init__(*given)
         self._group, self._signature = group, json.dumps(signature, default=str)
         self._options: dict[int, Any] = {}  # of the outer optimizers, by the number of a mean that is under way
+        self._late = False  # in the last round
         self._joined: int | None = None  # the round at which this worker has begun with no state of the inner optimizer
 
     @torch.inference_mode(False)
@@ -119,7 +120,11 @@ class ElasticMeans(Means):
         while self._under_way and self._group.is_closed(self._next + 1):  # it would always come too late
             self._take()
         self._catch_up(1)
-        return super().turn(flags)
+        outcome = super().turn(flags)
+        if outcome.flags & LATE and self._late:  # it would be for ever: it waits for the others instead
+            outcome = super().turn(flags)
+        self._late = bool(outcome.flags & LATE)
+        return outcome
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -199,7 +204,7 @@ class ElasticMeans(Means):
         # those that are frozen may not be so elsewhere, or later
         self._buckets.make({name for name, p in self._params.items() if p.is_floating_point()})
 
-    def _form(self, trial: Trial) -> tuple[Outcome, float]:
+    def _form(self, trial: Trial) -> Outcome:
         number, buckets, _, weight, failed, take, _ = trial
         self.replica.context.step = number
         if failed is not None:
@@ -210,7 +215,7 @@ class ElasticMeans(Means):
                 take(bucket, compressor)
                 if not is_finite(bucket.gradient_buffer().tensor):  # all would raise in each attempt
                     self._check_finite(bucket.layout.names)
-                    raise NonFiniteError("weight: expected a finite weight * change of parameters, got an overflow")
+                    raise NonFiniteError("change of parameters: expected a finite one, got an overflow")
                 sent, block = bucket.message(compressor, self.replica.transport)
                 own.append((sent, block, to_host(block)))
         message = joined([block for *_, block in own])
@@ -224,18 +229,19 @@ class ElasticMeans(Means):
             found, included = [Contribution(self._group.name, weight, message)], True
             flags = BEHIND  # the newest state has it
         self._options[number] = self._group.options
-        parts = [separated(one.message, len(buckets)) for one in found]
+        parts, shares = [separated(one.message, len(buckets)) for one in found], shares_of([c.weight for c in found])
         for i, (bucket, compressor) in enumerate(buckets):
             compressor.size = len(found)
             with bucket.layout.device.stream_context():
                 blocks = [asarray_like(part[i], own[i][1]) for part in parts]
-                bucket.combine(compressor, own[i][0] if included else None, blocks)
+                bucket.combine(compressor, own[i][0] if included else None, blocks, shares)
                 bucket.form_mean()
                 check_mean(bucket)
-        total = math.fsum(one.weight for one in found)
+                if not weight:  # what this worker has sent does not count, now or later
+                    bucket.versions.drop()
         self.replica.context.step = number + 1
         trainable = {name for bucket, _ in buckets for name in bucket.layout.names}
-        return Outcome(flags, number, trainable=trainable), len(found) / total if total else 1.0
+        return Outcome(flags, number, trainable=trainable)
 
     def _names_of(self, bucket: Bucket) -> list[str]:
         return [name for name in bucket.layout.names if bucket.has_mean(name)]  # others may be frozen on all workers
@@ -247,14 +253,14 @@ class ElasticMeans(Means):
         else:
             super()._accept(bucket, flags)
 
-    def _apply(self, bucket: Bucket, factor: float, alpha: float, flags: int) -> None:
+    def _apply(self, bucket: Bucket, alpha: float, flags: int) -> None:
         here = {name for name in bucket.params if takes_part(self._params[name]) or name in self._moved}
         before = {name: t.clone() for name, t in bucket.params.items() if flags & LATE or name not in here}
         own = {name: self._params[name].detach().clone() for name in before}
         if flags & LATE:
-            self._move(bucket, factor)
+            self._move(bucket)
         else:
-            super()._apply(bucket, factor, alpha, flags)
+            super()._apply(bucket, alpha, flags)
         for name, t in own.items():
             self._params[name].copy_(t)
         self._follow(before)

@@ -139,7 +139,8 @@ class Means(Window):
             self._start()
         if not len(self._buckets):
             with self._all_or_none():
-                self._make_buckets(flags)
+                made = completed_future(partial(self._make_buckets, flags))
+                raise_on_all(made.exception(), mesh_of(self._params.values()))
         replica, number, weight, failed = self.replica, self._next, 1.0, self._refused
         ours = {name for name in self._params if fragment is None or self._fragments[name] == fragment}
         moved, buckets = self._moved & ours, [pair for pair in self._buckets if pair[0].layout.names[0] in ours]
@@ -151,7 +152,7 @@ class Means(Window):
             if bucket.gradient is None:
                 if not compressor.sends_at_once:
                     self._check_finite(moved.intersection(bucket.layout.names))
-                bucket.take_changes(self._own, moved, weight)
+                bucket.take_changes(self._own, moved)
 
         try:
             if failed is None:
@@ -175,21 +176,21 @@ class Means(Window):
         self._under_way.append(Mean(number, fragment, buckets, flags, steps, due, delay > 0, result))
         self._number, self.steps = number + 1, 0
 
-    def _form(self, trial: Trial) -> tuple[Outcome, float]:
-        """Form a mean on trial; return what the ranks have told each other, and a factor. Collective."""
+    def _form(self, trial: Trial) -> Outcome:
+        """Form a mean on trial; return what the ranks have told each other. Collective."""
         replica, (number, buckets, row, weight, failed, take, before) = self.replica, trial
         if before is not None and before.done() and before.exception():
             before.result()  # which raises: other ranks are in another call
-        replica.context.step = number // self._pace.fragments  # means of this fragment
-        for at_once, pairs in itertools.groupby(buckets if failed is None else (), lambda pair: pair[1].sends_at_once):
-            for part in [list(pairs)] if at_once else [[pair] for pair in pairs]:
-                self._reduce(part, take)
-        outcome, factor = replica.agree(self._name, row, lambda _: None, failed), 1.0
+        replica.context.step, scale = number // self._pace.fragments, 1.0  # means of this fragment
         if self._pace.weight is not None:
             weights = replica.call(self._name, lambda _: allgather(replica.transport, np.array([weight])))
-            factor = len(weights) / math.fsum(weights.flat) if weights.any() else 1.0
+            scale = shares_of(weights.reshape(-1).tolist())[replica.transport.rank]
+        for at_once, pairs in itertools.groupby(buckets if failed is None else (), lambda pair: pair[1].sends_at_once):
+            for part in [list(pairs)] if at_once else [[pair] for pair in pairs]:
+                self._reduce(part, take, scale)
+        outcome = replica.agree(self._name, row, lambda _: None, failed)
         replica.context.step = number + 1
-        return outcome, factor
+        return outcome
 
     def _make_buckets(self, flags: int) -> None:
         """Make the buckets of all parameters that have moved on a rank. Collective."""
@@ -215,8 +216,8 @@ class Means(Window):
                     " ranks to give up the steps since the last mean"
                 )
 
-    def _reduce(self, pairs: list[Pair], take: Callable[[Bucket, Compressor], None]) -> None:
-        """Average the changes of buckets on trial, of several while messages of others are under way. Collective."""
+    def _reduce(self, pairs: list[Pair], take: Callable[[Bucket, Compressor], None], scale: float) -> None:
+        """Average scale * the changes of buckets on trial, while messages of others are under way. Collective."""
         transport, sent = self.replica.transport, collections.deque[tuple[Pair, Any, Any]]()
 
         def send(pair: Pair) -> None:
@@ -245,6 +246,8 @@ class Means(Window):
             for bucket, compressor in pairs:
                 with bucket.layout.device.stream_context():
                     take(bucket, compressor)
+                    if scale != 1.0:
+                        bucket.gradient_buffer().tensor.mul_(scale)
                     if compressor.sends_at_once:
                         send((bucket, compressor))
                     else:
@@ -265,7 +268,7 @@ class Means(Window):
         mean = self._under_way[0]
         with self._all_or_none():
             raise_on_all(mean.result.exception(), mesh_of(self._params.values()))
-            outcome, factor = mean.result.result()
+            outcome: Outcome = mean.result.result()
             names = {name for bucket, _ in mean.buckets for name in bucket.layout.names}
             if outcome.members or (outcome.trainable and outcome.trainable != names):
                 return self._take_again(mean, outcome)
@@ -275,7 +278,7 @@ class Means(Window):
                 for bucket, _ in mean.buckets:
                     self._accept(bucket, outcome.flags)
                 for bucket, _ in mean.buckets:
-                    self._apply(bucket, factor, self._pace.alpha if mean.delayed else 0.0, outcome.flags)
+                    self._apply(bucket, self._pace.alpha if mean.delayed else 0.0, outcome.flags)
             else:
                 self._drop(mean)
                 self.steps += mean.steps if outcome.over else 0
@@ -285,7 +288,7 @@ class Means(Window):
                 self.replica.broadcast_buffers(outcome)
         del self._under_way[0]
         if counts:
-            self.replica.compare_if_due(mean.number + 1, buffers=not mean.delayed)
+            self.replica.compare_if_due(mean.number + 1)
             self.after()
         elif not self._under_way and (mean.fragment is None or outcome.over):  # a frozen fragment has had its turn
             self.replica.context.step = mean.number
@@ -326,24 +329,24 @@ class Means(Window):
         bucket.accept()
         bucket.versions.commit()
 
-    def _move(self, bucket: Bucket, factor: float) -> None:
+    def _move(self, bucket: Bucket) -> None:
         """Move the shared parameters of a bucket by its mean."""
         rate = self._outer.rate(bucket.params.values())
         with bucket.layout.device.stream_context():
-            if rate is not None and bucket.add_mean(-factor * rate):
+            if rate is not None and bucket.add_mean(-rate):
                 return
             bucket.form_mean()
         for own in self._outer.optimizers:
             own.zero_grad()  # what an earlier failure has left
-        bucket.assign_grads(bucket.new_grads(self._names_of(bucket), factor))
+        bucket.assign_grads(bucket.new_grads(self._names_of(bucket)))
         for own in self._outer.optimizers:
             own.step()
         for shared in bucket.params.values():
             shared.grad = None
 
-    def _apply(self, bucket: Bucket, factor: float, alpha: float, flags: int) -> None:
+    def _apply(self, bucket: Bucket, alpha: float, flags: int) -> None:
         """Move the parameters of a bucket by its mean."""
-        self._move(bucket, factor)
+        self._move(bucket)
         for name, shared in bucket.params.items():
             p, own = self._params[name], own_part(self._params[name])
             if alpha and takes_part(p):
@@ -352,6 +355,12 @@ class Means(Window):
             else:
                 own.copy_(shared)
                 self._moved.discard(name)
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """Return weights in units of their mean; zeros if all are 0."""
+    parts = [weight / (max(weights) or 1.0) for weight in weights]
+    return [part / (math.fsum(parts) / len(parts) or 1.0) for part in parts]
 
 
 def check_mean(bucket: Bucket) -> None:

@@ -52,6 +52,8 @@ class Pace:
         self.known: dict[int, int] = {}  # the fragments that were given, by id of a parameter
         for i, part in enumerate(parts if isinstance(parts, Sequence) else ()):
             for p in part.parameters() if isinstance(part, torch.nn.Module) else part:
+                if not torch.is_tensor(p):
+                    raise TypeError(f"fragments: expected modules or lists of parameters, got {type(p).__name__}")
                 if self.known.setdefault(id(p), i) != i:
                     raise ValueError(
                         f"fragments: expected every parameter in one, got one of shape {tuple(p.shape)} in"
@@ -96,7 +98,7 @@ class Mean:
         steps: taken before by this rank since the mean before.
         due: number of steps of this rank, from its first one on, after which it takes the mean.
         delayed: whether it takes steps meanwhile.
-        result: what the ranks have told each other, and by what the means are to be multiplied.
+        result: what the ranks have told each other.
     """
 
     number: int
@@ -106,7 +108,7 @@ class Mean:
     steps: int
     due: int
     delayed: bool
-    result: Future[tuple[Outcome, float]]
+    result: Future[Outcome]
 
 
 class Outer(torch.optim.SGD):

@@ -196,7 +196,7 @@ class Replica:
         if not outcome.same_options:
             self.call("step", self._disagree)
         if outcome.flags & SUSPECT:
-            self.compare(buffers=False)
+            self.compare()
             self.suspect = False
         return outcome
 
@@ -347,16 +347,17 @@ class Replica:
             self.call("buffers", broadcast)
             self.buffers.mark()
 
-    def compare(self, buffers: bool = True) -> None:
+    def compare(self) -> None:
         """Raise on all ranks if bits of parameters or buffers differ between them. Collective.
 
-        Without `buffers`, those are left out: forward passes may have changed them since.
+        Buffers that a forward pass has changed since they were made the same are left out.
         """
-        left_out = {} if buffers else self.buffers.tensors
-        tensors = {name: t for name, t in self._with_model(self.params).items() if name not in left_out}
+        tensors = self._with_model(self.params)
+        left_out = self.buffers.tensors.keys() - self.buffers.unchanged()
 
         def gather(_: CollectiveCall) -> Any:  # 31 bits of each checksum, and whether the tensor is to be compared
-            marks = [zlib.crc32(bits_of(t)) & ~1 | (n in self.params or self.compares(t)) for n, t in tensors.items()]
+            found = {n: n in self.params or (n not in left_out and self.compares(t)) for n, t in tensors.items()}
+            marks = [zlib.crc32(bits_of(t)) & ~1 | found[n] for n, t in tensors.items()]
             return allgather(self.transport, np.array(marks, np.uint32))
 
         rows = self.call("verify", gather, "verify")
@@ -368,7 +369,7 @@ class Replica:
                     f" 0's in {name!r} on rank {others}: load the same model on all, or use sparsecoll.torch.broadcast"
                 )
 
-    def compare_if_due(self, step: int | None = None, buffers: bool = True) -> None:
+    def compare_if_due(self, step: int | None = None) -> None:
         """After a step, or the one with this number: compare where `verify` asks for it. Collective."""
         if self.options.verify and (self.context.step if step is None else step) % self.options.verify == 0:
-            self.compare(buffers)
+            self.compare()

@@ -114,6 +114,11 @@ class Buffers:
         self._raised, self._differ = raised, differ
         return differ
 
+    def unchanged(self) -> set[str]:
+        """Return the names of the buffers of modules in which none has changed since the last `mark`."""
+        changed = self.changed()
+        return {name for own, is_ in zip(self._marked, changed, strict=True) if not is_ for name in own}
+
     def of(self, modules: Iterable[bool]) -> list[torch.Tensor]:
         """Return the buffers of the modules, as of the last `mark`, for which `modules` is True."""
         tensors = self.tensors

@@ -1,0 +1,61 @@
+"""Workers of an ElasticGroup with weights that change, and of unequal speed."""
+
+import threading
+import time
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+from nets import bits, net  # noqa: E402
+from test_elastic_group import Constant, made, together, train  # noqa: E402
+
+from sparsecoll.torch.compressors import ChunkedTopK  # noqa: E402
+
+
+def test_residuals_are_in_units_of_parameters_and_a_weight_of_zero_counts_nothing():
+    """Weights that are the same on all workers change nothing; what a worker without weight has sent stays its own."""
+
+    def run(weighted):
+        store, models, at = dist.HashStore(), [net(), net()], [240.0]
+        options = {"workers": 2, "compressor": ChunkedTopK(2, 64)}
+        options |= {"weight": lambda: at[0]} if weighted else {}
+        own = [made(store, model, str(rank), **options) for rank, model in enumerate(models)]
+        for part, at[0] in enumerate((240.0, 8.0, 0.5)):
+            together(*(partial(train, rank, own[rank], models[rank], 4, 4 * part) for rank in range(2)))
+        return [bits(model) for model in models]
+
+    assert run(True) == run(False)
+    store, weights = dist.HashStore(), [1.0, 0.0]
+    chunked = {"compressor": ChunkedTopK(1, 5), "dense_below": 0}
+    a, b = (Constant(store, i, "ab"[i], 60, weight=lambda i=i: weights[i], **chunked) for i in (0, 1))
+    assert together(a.steps, b.steps) == [0.0, 0.0]
+    assert not any(
+        residual.any() for residual in b.optimizer.state_dict()["sparsecoll"]["tensors"]["residual"].values()
+    )
+    weights[:] = 0.0, 0.0
+    assert together(a.steps, b.steps) == [0.0, 0.0]
+
+
+def test_a_worker_that_is_always_slower_than_the_deadline_contributes():
+    store, ends = dist.HashStore(), threading.Event()
+    fast, slow = Constant(store, 1.0, "fast", 0.3), Constant(store, 2.0, "slow", 60)
+    seen = []
+
+    def run_fast():
+        while not ends.is_set() and fast.group.number < 40:
+            time.sleep(0.5)
+            fast.steps()
+            seen.append(sorted(fast.group.contributors))
+
+    def run_slow():
+        slow.steps()  # it joins, and is in time
+        seen.clear()
+        for _ in range(4):
+            time.sleep(1.05)  # more than a window of `fast` and its deadline
+            slow.steps()
+        ends.set()
+
+    together(run_fast, run_slow)
+    assert ["fast", "slow"] in seen
