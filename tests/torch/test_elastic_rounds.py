@@ -16,15 +16,16 @@ from sparsecoll.errors import NonFiniteError  # noqa: E402
 from sparsecoll.torch import ElasticGroup, LocalOptimizer  # noqa: E402
 
 
-def worker(store, name, workers=2, **options):
+def worker(store, name, workers=2, every=1, **options):
     p = torch.nn.Parameter(torch.zeros(3))
     group = ElasticGroup(store, workers=workers, name=name, deadline=60.0)
-    return p, LocalOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], group, every=1, dense_below=0, **options), group
+    return p, LocalOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], group, every=every, dense_below=0, **options), group
 
 
-def step(p, optimizer):
-    p.grad = torch.ones_like(p)
-    optimizer.step()
+def step(p, optimizer, *gradients):
+    for gradient in gradients or (1.0,):
+        p.grad = torch.full_like(p, gradient)
+        optimizer.step()
 
 
 def test_workers_are_waited_for_again_after_join():
@@ -212,24 +213,28 @@ def test_a_nan_raises_on_its_worker_alone(compressor):
     assert p.tolist() == q.tolist() == [-2.0] * 3 and sorted(group.contributors) == ["a", "b"]
 
 
-def test_a_weight_that_overflows_raises_on_its_worker_alone():
+def test_a_change_that_overflows_raises_on_its_worker_alone():
     """Before its message is in a round, which no worker could take."""
-    store, weights = dist.HashStore(), [1e6, 1.0]
-    (p, first, group), (q, second, _) = (
-        worker(store, "a", weight=lambda: weights[0]),
-        worker(store, "b", weight=lambda: 1.0),
-    )
+    store = dist.HashStore()
+    (p, first, group), (q, second, _) = worker(store, "a", every=2), worker(store, "b", every=2)
+    together(lambda: step(p, first, 1.5e38, 0.0), lambda: step(q, second, 1.5e38, 0.0))
 
     def fails_once():
-        p.grad = torch.full_like(p, 1e34)
-        with pytest.raises(NonFiniteError, match="weight: expected a finite weight"):
-            first.step()
+        with pytest.raises(NonFiniteError, match="change of parameters: expected a finite one, got an overflow"):
+            step(p, first, -2e38, -2e38)
         first.discard()
-        weights[0] = 1.0
-        step(p, first)
+        step(p, first, -1.5e38, 0.0)
 
-    together(fails_once, lambda: step(q, second))
-    assert p.tolist() == q.tolist() == [-1.0] * 3 and sorted(group.contributors) == ["a", "b"]
+    together(fails_once, lambda: step(q, second, -1.5e38, 0.0))
+    assert p.tolist() == q.tolist() == [0.0] * 3 and sorted(group.contributors) == ["a", "b"]
+
+
+def test_weights_may_be_large():
+    store = dist.HashStore()
+    (p, first, _), (q, second, _) = worker(store, "a", weight=lambda: 1e300), worker(store, "b", weight=lambda: 1e308)
+    together(lambda: step(p, first, 1e34), lambda: step(q, second, 1.0))
+    torch.testing.assert_close(p, torch.full_like(p, -1.0 - 1e26))
+    assert p.tolist() == q.tolist()
 
 
 def test_a_slow_worker_replaces_no_newer_state():
