@@ -303,9 +303,11 @@ class LazyAccumulator(DenseVector):
             self.flush()
         elif self._removed is None:  # the selector read values without removing them
             self.values[selected.indices] = 0
-        elif not _at_same_indices(selected, self._removed):
+        elif (own := selected.indices) is not (gone := self._removed.indices) and (  # most often they are one array
+            own.size != gone.size or bool((own != gone).any())
+        ):
             self._put_back()
-            self._array[selected.indices] = 0
+            self._array[own] = 0
         self._removed = None
 
     def has_removed(self, entries: SparseVector | DenseVector) -> TypeGuard[SparseVector]:
@@ -335,8 +337,3 @@ class LazyAccumulator(DenseVector):
         self._put_back()
         part = sample_of(self._array, self._work, slice(offset, None, stride), self._kernels.form)
         return DenseVector(part).to_sparse(keep_zeros=True)
-
-
-def _at_same_indices(a: SparseVector, b: SparseVector) -> bool:
-    """Return whether two vectors have the same indices, most often one array, which takes no time to compare."""
-    return a.indices is b.indices or (a.nnz == b.nnz and bool((a.indices == b.indices).all()))

@@ -51,9 +51,6 @@ class Dense(Algorithm):
     Args:
         k: as in `sparsecoll.Algorithm`.
         selector: as in `sparsecoll.Algorithm`.
-
-    See Also:
-        `sparsecoll.allreduce`.
     """
 
     name = "dense"

@@ -32,9 +32,6 @@ def bcast(comm: AnyComm, x: T | None, root: int = 0, **options: Unpack[MoveOptio
 
     Volume: each rank receives 2k words, or the values of a dense array, and some 100 bytes that say the type.
 
-    See Also:
-        `sparsecoll.allgather`.
-
     >>> def program(comm):
     ...     x = sparsecoll.SparseVector([2], np.ones(1), 5) if comm.rank == 1 else None
     ...     return int(sparsecoll.bcast(comm, x, root=1).indices[0])

@@ -34,9 +34,6 @@ def check_compressor(compressor: Compressor, conserves: bool | None = None) -> N
     Raises:
         AssertionError: The contract is broken; the text names the case.
         TypeError: The class has no name, or its options are not the fields of a dataclass.
-
-    See Also:
-        `sparsecoll.torch.compressors.Compressor`.
     """
     from sparsecoll.testing.compressors import check
 

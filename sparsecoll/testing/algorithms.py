@@ -40,9 +40,6 @@ def check_algorithm(algorithm: Algorithm, expected: Expected | None = None, long
         AssertionError: The contract is broken; the text names the case.
         TypeError: The class has no name, or its options are not the fields of a dataclass.
         ValueError: `semantics` is unknown.
-
-    See Also:
-        `sparsecoll.Algorithm`.
     """
     expect(isinstance(algorithm, Algorithm), f"algo: expected an Algorithm object, got {algorithm!r}")
     check_class("algo", algorithm)

@@ -32,9 +32,6 @@ def check_format(form: Format) -> None:
     Raises:
         AssertionError: The contract is broken; the text names the case.
         TypeError: The class has no name, or its options are not the fields of a dataclass.
-
-    See Also:
-        `sparsecoll.formats.Format`.
     """
     expect(isinstance(form, Format), f"format: expected a Format object, got {form!r}")
     check_class("format", form)

@@ -26,9 +26,6 @@ def check_selector(selector: Selector) -> None:
     Raises:
         AssertionError: The contract is broken; the text names the case.
         TypeError: The class has no name, or its options are not the fields of a dataclass.
-
-    See Also:
-        `sparsecoll.select.Selector`.
     """
     expect(isinstance(selector, Selector), f"selector: expected an object of sparsecoll.select, got {selector!r}")
     check_class("selector", selector)

@@ -175,3 +175,28 @@ def test_a_tall_matrix_of_columns_takes_memory_by_its_entries():
     y = sparsecoll.allreduce(None, x)
     assert y.format == "csc" and y.has_canonical_format and y.shape == x.shape
     assert [y[7, 0], y[2**40 - 1, 0], y[0, 2]] == [1, 2, 4] and y.nnz == 3
+
+
+class Exporting:
+    """An array of a library that has no shape."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_without_a_shape_move(name):
+    def program(comm):
+        total = sparsecoll.allreduce(comm, Exporting(BASE), sparsecoll.LowBit())
+        return CALLS[name](comm, Exporting(BASE)), total
+
+    for moved, total in simulate(3, program).results:
+        assert total.shape == BASE.shape
+        for own in moved:
+            np.testing.assert_array_equal(own, BASE)

@@ -360,15 +360,6 @@ def test_any_library_by_dlpack():
     np.testing.assert_array_equal(x.to_dense(), dense.reshape(-1))
     assert np.shares_memory(x.values, dense)
 
-    def program(comm):
-        moved = sparsecoll.allgather(comm, Exporting(dense))
-        return [*moved, sparsecoll.allreduce(comm, Exporting(dense), sparsecoll.LowBit())]
-
-    for first, second, total in simulate(2, program).results:
-        assert first.shape == total.shape == (5, 2)
-        np.testing.assert_array_equal(first, dense)
-        np.testing.assert_array_equal(second, dense)
-
 
 def test_torch_tensors_that_are_conjugated_or_negated_lazily():
     torch = pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""Models of special kinds: lazy modules, models on the meta device, ScriptModules and compiled models."""
+"""Models of special kinds: lazy modules, models on the meta device, ScriptModules, compiled models and teachers."""
 
 import pytest
 import torch
@@ -94,3 +94,18 @@ def test_a_compiled_step_is_a_plain_step(make, inside):
 
     compiled = simulate(1, lambda comm: program(comm, lambda step: torch.compile(step, backend="eager"))).results
     assert compiled == simulate(1, lambda comm: program(comm, lambda step: step)).results
+
+
+def test_a_frozen_teacher_that_the_loop_moves_stays_where_it_is_after_the_warm_up():
+    def program(comm):
+        model, teacher = net(seed=comm.rank), net(seed=9).requires_grad_(False)
+        optimizer = OneBitAdam(
+            model.parameters(), warm_up=6, every=2, model=torch.nn.ModuleList([model, teacher]), comm=comm
+        )
+        for step in range(12):
+            train(comm, model, optimizer, range(step, step + 1))
+            teacher[0].weight.lerp_(model[0].weight.detach(), 0.1)
+        return bits(model), bits(teacher)
+
+    (student, own), (same, other) = simulate(2, program).results
+    assert student == same and own != other

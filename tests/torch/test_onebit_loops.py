@@ -45,20 +45,6 @@ def test_a_schedule_goes_on_after_the_warm_up_and_groups_keep_their_options():
     assert len(set(simulate(3, program).results)) == 1
 
 
-def test_a_frozen_teacher_that_the_loop_moves_stays_where_it_is():
-    def program(comm):
-        model, teacher = net(seed=comm.rank), net(seed=9).requires_grad_(False)
-        both = torch.nn.ModuleList([model, teacher])
-        optimizer = OneBitAdam(model.parameters(), warm_up=WARM_UP, every=EVERY, model=both, comm=comm)
-        for step in range(2 * WARM_UP):
-            go_on(comm, model, optimizer, step, step + 1)
-            teacher[0].weight.lerp_(model[0].weight.detach(), 0.1)
-        return bits(model), bits(teacher)
-
-    (student, own), (same, other) = simulate(2, program).results
-    assert student == same and own != other
-
-
 def test_a_rate_that_is_low_at_the_end_of_the_warm_up_makes_no_large_step():
     """Residuals of the warm-up are in units of parameters: they are divided by a rate."""
 

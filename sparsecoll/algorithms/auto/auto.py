@@ -54,9 +54,6 @@ class Auto(Algorithm):
     Raises:
         ValueError: `want` is neither of these.
         TypeError: `network` is not a Network.
-
-    See Also:
-        `sparsecoll.Network`.
     """
 
     name = "auto"

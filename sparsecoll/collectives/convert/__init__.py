@@ -85,9 +85,6 @@ def like(x: Any, vector: SparseVector) -> Any:
 
     Raises:
         ValueError: x has another length.
-
-    See Also:
-        `sparsecoll.as_vector`.
     """
     own, back = _ordered(x)
     if own.length != vector.length and not (isinstance(back, ToMapping) and back.keys == "integers"):

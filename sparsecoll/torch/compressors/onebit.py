@@ -64,7 +64,9 @@ class OneBit(QSGD):
         """acc = residual + b1 m + (1 - b1) gradient."""
         if source is not None:
             gradient[:] = source
-        self._gradient = gradient.copy() if self._forms_divisor else None
+        times, rest = divmod(self.context.step + self.before, self.warm_up)
+        forms_divisor = rest == 0 and times > 1 and times & (times - 1) == 0
+        self._gradient = gradient.copy() if forms_divisor else None
         self._square.trial = self._square.current.copy()
         arrays = self._square.trial, self._momentum.current, self._divisor.current
         squares, momenta, divisors = map(self.layout.by_name, arrays)
@@ -81,11 +83,6 @@ class OneBit(QSGD):
             squares[name].mul_(other).addcmul_(own, own, value=1 - other)
             own.mul_(1 - beta).add_(momenta[name], alpha=beta)
         return super().compensate(gradient, scale)
-
-    @property
-    def _forms_divisor(self) -> bool:
-        times, rest = divmod(self.context.step + self.before, self.warm_up)
-        return rest == 0 and times > 1 and times & (times - 1) == 0
 
     def communicate(self, transport: Transport, message: DenseVector) -> None:
         super().communicate(transport, message)

@@ -114,18 +114,17 @@ class TopKCompressor(ErrorFeedback):
         self._algorithm = copy.deepcopy(as_algorithm(self.algo))
         if self.selector is not None:
             self._algorithm.selector = copy.deepcopy(self.selector)
-        self._clears = layout.device is CPU and self._reads_acc_once()
+        selector, select = self._algorithm.selector, type(self._algorithm).select
+        once = select is Algorithm.select and (
+            selector is None or built_in(type(selector))
+        )  # a user's may read it again
+        self._clears = layout.device is CPU and once
         if self.momentum is None and context.momenta is None:
             raise ValueError(
                 "momentum: expected a number in a loop that does not know the optimizer's, got None: use momentum=0.7"
                 " and SGD without momentum at three times the learning rate, or DistributedOptimizer or SparseSGD"
             )
         self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices)) if self.momentum != 0 else None
-
-    def _reads_acc_once(self) -> bool:
-        """Return whether only the selecting pass reads acc; a user's selector may read it again."""
-        selector = self._algorithm.selector
-        return type(self._algorithm).select is Algorithm.select and (selector is None or built_in(type(selector)))
 
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping of this compressor."""

@@ -44,9 +44,6 @@ class ShardedReductions:
         compressor: of which a copy is bound to each group.
         checkpoint: converts the state.
         grad_scaler: torch.amp.GradScaler of the loop, or None.
-
-    See Also:
-        `sparsecoll.torch.fsdp.attach`.
     """
 
     def __init__(

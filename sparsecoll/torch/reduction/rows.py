@@ -152,6 +152,8 @@ class RowSum(ErrorFeedback):
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
         self._acc: Any = None  # in a reduction that leaves a part of it
+        # values are divided by P before they are rounded, so that sums do not overflow if no value does
+        self._sends_parts = self.value_dtype == "float16" and not self.keeps_gradient
         self._compared: dict[str, int] = {}  # values that ranks compare in a call
         if self.momentum and transport.rank == 0:
             warn_of_momentum_of_rows(layout.names[0], self.momentum, context)
@@ -160,11 +162,6 @@ class RowSum(ErrorFeedback):
         (name,), (n, *rest) = self.layout.names, self.layout.shapes[0]
         empty = RowSparse.empty(n, math.prod(rest), self.layout.dtype)
         return Versioned(empty, lambda names: [ALL] if name in names else [])
-
-    @property
-    def _sends_parts(self) -> bool:
-        """Whether values are divided by P before they are rounded, so that sums do not overflow if no value does."""
-        return self.value_dtype == "float16" and not self.keeps_gradient
 
     def compensate(self, gradient: Any, scale: float = 1.0, source: Any = None) -> Any:
         """Return acc, the rows of a gradient plus the residual."""
