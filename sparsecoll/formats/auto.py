@@ -118,7 +118,7 @@ class AutoFormat(Chooser):
         return choosing(self.beta, self._of((*SPARSE, dense.name))) if own else super().sparse_or(dense)
 
     def _of(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in names if name in self.choose) or SPARSE
+        return tuple(name for name in names if name in self.choose) or names
 
 
 @functools.lru_cache

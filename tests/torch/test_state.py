@@ -375,23 +375,3 @@ def test_an_optimizer_that_is_gone_on_some_ranks_changes_no_comparison():
 
     kept = []
     simulate(3, program)
-
-
-def test_a_local_optimizer_owns_what_the_optimizer_inside_it_reduces():
-    """Its parameters differ between means, and are not compared by others."""
-
-    def program(comm):
-        model = net()
-        body = DistributedOptimizer(torch.optim.SGD(model[:4].parameters(), 0.1), model[:4], comm.Split(comm.rank))
-        outer = LocalOptimizer(body, model[:4], comm, every=3)
-        last = DistributedOptimizer(torch.optim.SGD(model[4].parameters(), 0.1), model, comm, "topk", verify=1)
-        for step in range(7):
-            last.zero_grad()
-            outer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            outer.step()
-            last.step()
-        outer.synchronize()
-        return bits(model)
-
-    assert len({*simulate(2, program).results}) == 1

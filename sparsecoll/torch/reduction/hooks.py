@@ -136,8 +136,7 @@ class Hooks:
         changes by the others, also those that do not change the version.
         """
         for name, p in params.items():
-            if (owner := owner_of(p)) is None or owner.replaces:  # else a LocalOptimizer around this one has it
-                _owners[p] = self._owner
+            _owners[p] = self._owner
             if name in self._handles:
                 if p.requires_grad and not self.comes_last(name):
                     before, after = self._handles[name][1]
