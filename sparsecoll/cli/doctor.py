@@ -87,8 +87,7 @@ def examine(comm: Any, trouble: Sequence[Finding] = ()) -> Iterator[Finding]:
     parts = [_versions(), _mpi(), _sockets(), _ranks(comm), _cores(comm), _kernels(), _kernel_threads(comm), _gpu(comm)]
     quick = [finding for part in (*parts, _variables()) for finding in _surviving(part)]
     yield from sorted([*trouble, *quick], key=lambda finding: ORDER.index(finding.state))
-    alone, tests = as_transport(comm).size == 1, (self_test, speed)
-    yield from _surviving(_launched_self_tests() if alone else (test(comm) for test in tests))
+    yield from _surviving(_job_tests(comm) if as_transport(comm).size > 1 else _launched_self_tests())
 
 
 def _surviving(check: Iterator[Finding]) -> Iterator[Finding]:
@@ -259,6 +258,11 @@ VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; ""
     "SPARSECOLL_DENSE": _one_of("exact", "int8", "int4"),
     "SPARSECOLL_SECRET": lambda value: "" if len(value.encode()) >= 16 else "expected at least 16 bytes",
 }
+
+
+def _job_tests(comm: Any) -> Iterator[Finding]:
+    yield self_test(comm)
+    yield speed(comm)
 
 
 def self_test(comm: Any) -> Finding:

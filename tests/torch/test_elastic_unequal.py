@@ -1,7 +1,5 @@
-"""Workers of an ElasticGroup with weights that change, and of unequal speed."""
+"""Workers of an ElasticGroup with weights that change."""
 
-import threading
-import time
 from functools import partial
 
 import pytest
@@ -36,26 +34,3 @@ def test_residuals_are_in_units_of_parameters_and_a_weight_of_zero_counts_nothin
     )
     weights[:] = 0.0, 0.0
     assert together(a.steps, b.steps) == [0.0, 0.0]
-
-
-def test_a_worker_that_is_always_slower_than_the_deadline_contributes():
-    store, ends = dist.HashStore(), threading.Event()
-    fast, slow = Constant(store, 1.0, "fast", 0.3), Constant(store, 2.0, "slow", 60)
-    seen = []
-
-    def run_fast():
-        while not ends.is_set() and fast.group.number < 40:
-            time.sleep(0.5)
-            fast.steps()
-            seen.append(sorted(fast.group.contributors))
-
-    def run_slow():
-        slow.steps()  # it joins, and is in time
-        seen.clear()
-        for _ in range(4):
-            time.sleep(1.05)  # more than a window of `fast` and its deadline
-            slow.steps()
-        ends.set()
-
-    together(run_fast, run_slow)
-    assert ["fast", "slow"] in seen

@@ -50,11 +50,7 @@ class RandomKCompressor(ErrorFeedback):
         return self._selector.select(acc, self._k)
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:
-        return self.reduce(
-            transport,
-            DenseVector(message.values),
-            compared={ENTRIES: self._k, "selector": str(self._selector.state_dict())},
-        )
+        return self.reduce(transport, DenseVector(message.values), compared={ENTRIES: self._k})
 
     def update(self, out: Array, message: SparseVector, reduced: Reduction) -> None:
         self.contributed(message)

@@ -189,8 +189,8 @@ class DistributedOptimizer(Wrapper):
         grad_scaler: the torch.amp.GradScaler of the loop: residuals are kept without its scale, and all ranks skip the
             same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError. A scaler that is disabled
             says that there is none, which Lightning's clipping with "bf16-mixed" has to know.
-        verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
-            default, for never, and True for 100.
+        verify: number of steps after which the bits of all parameters, and of buffers that no forward pass changes,
+            are compared between ranks; 0, the default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
             with a warning once a minute. It holds from the first call on, so it should be longer than the kernels take
             to compile in their first run on a machine (about 10 s). If several optimizers share a communicator and a

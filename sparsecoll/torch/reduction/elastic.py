@@ -56,7 +56,6 @@ class ElasticMeans(Means):
         super().__init__(*given)
         self._group, self._signature = group, json.dumps(signature, default=str)
         self._options: dict[int, Any] = {}  # of the outer optimizers, by the number of a mean that is under way
-        self._late = False  # in the last round
         self._joined: int | None = None  # the round at which this worker has begun with no state of the inner optimizer
 
     @torch.inference_mode(False)
@@ -120,11 +119,7 @@ class ElasticMeans(Means):
         while self._under_way and self._group.is_closed(self._next + 1):  # it would always come too late
             self._take()
         self._catch_up(1)
-        outcome = super().turn(flags)
-        if outcome.flags & LATE and self._late:  # it would be for ever: it waits for the others instead
-            outcome = super().turn(flags)
-        self._late = bool(outcome.flags & LATE)
-        return outcome
+        return super().turn(flags)
 
     @torch.inference_mode(False)
     @torch.no_grad()
