@@ -214,6 +214,27 @@ def test_a_parameter_that_distributed_optimizer_steps_from_now_on_is_refused_by_
     assert len(set(simulate(P, program).results)) == 1
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_layer_that_has_left_sparse_sgd_may_have_another_optimizer(at_once):
+    def program(comm):
+        model = net()
+        first = SparseSGD(model.parameters(), 0.1, comm=comm)
+        train(comm, model, first, range(1))
+        left = list(model[4].parameters())
+        first.param_groups[0]["params"] = [*model[:4].parameters()]
+        if not at_once:
+            train(comm, model, first, range(1, 2))
+        second = DistributedOptimizer(torch.optim.SGD(left, 0.1), zip("ab", left, strict=True), comm)
+        for step in range(2, 5):
+            loss_of(model, batch(comm.rank, step)).backward()
+            first.step()
+            second.step()
+            model.zero_grad()
+        return bits(model)
+
+    assert len(set(simulate(P, program).results)) == 1
+
+
 def test_two_sparse_sgds_may_step_the_same_parameters_in_turn():
     def run(make, ranks, comm):
         model = net()

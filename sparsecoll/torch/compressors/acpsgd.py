@@ -45,7 +45,7 @@ class ACPSGD(LowRank):
 
     @property
     def _odd(self) -> bool:
-        return self.context.step % 2 == 0  # steps count from 1 in the paper
+        return self.turn % 2 == 0  # steps count from 1 in the paper
 
     @torch.no_grad()
     def compress(self, acc: DenseVector) -> DenseVector:

@@ -83,7 +83,7 @@ class Compressor(ABC):
         """Allocate the state of a bucket; collective, since compressors may measure or agree here."""
         self.layout, self.context, self.timeout = layout, context, timeout
         self.size, self.own_rank = transport.size, transport.rank  # `rank` is an option of PowerSGD
-        self._epoch = transport.epoch
+        self.epoch, self._begun = transport.epoch, 0
         self.versions = Versions()
         check_integer("seed", getattr(self, "seed", 0))
 
@@ -156,10 +156,15 @@ class Compressor(ABC):
                 stack.enter_context(record(Shown()))
             yield name
 
+    @property
+    def turn(self) -> int:
+        """Number of steps that this bucket has taken part in; a bucket that was never released counts all."""
+        return self.context.step - self._begun
+
     def sync(self, transport: Transport) -> None:
         """Drop what may differ between ranks since a call has failed."""
-        if self._epoch != transport.epoch:
-            self._epoch = transport.epoch
+        if self.epoch != transport.epoch:
+            self.epoch = transport.epoch
             self.reset()
 
     def message(self, acc: Any) -> Any:
@@ -213,10 +218,11 @@ class Compressor(ABC):
 
     def extra_state(self) -> dict[str, Any]:
         """Return the other state of the bucket that a later run needs, as plain Python values."""
-        return {}
+        return {"turn": self.turn}
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
+    def load_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_state` returned."""
+        self._begun = self.context.step - state["turn"]
 
     def describe(self) -> str:
         """Return name and options as a string, by which ranks compare their compressors."""

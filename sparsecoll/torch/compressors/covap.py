@@ -106,8 +106,7 @@ class COVAP(ErrorFeedback):
 
     def compress(self, acc: DenseVector) -> list[tuple[int, int]]:
         self.check_finite(acc)  # it may wait here for long
-        step = self.context.step
-        return [edges for tensor, edges in self._shards.items() if (tensor + step) % self._interval == 0]
+        return [edges for tensor, edges in self._shards.items() if (tensor + self.turn) % self._interval == 0]
 
     def communicate(self, transport: Transport, message: list[tuple[int, int]]) -> list[Reduction]:
         return [self.reduce(transport, DenseVector(self.acc.values[a:b])) for a, b in message]

@@ -28,7 +28,8 @@ class Schedule(ABC):
         """Return the density of a step.
 
         Args:
-            step: number of optimizer steps before this one (0 in the first step).
+            step: number of optimizer steps before this one (0 in the first step); in LocalOptimizer, of means of a
+                fragment.
 
         Returns:
             Fraction of the entries to send, in (0, 1].

@@ -193,7 +193,7 @@ class TopKCompressor(ErrorFeedback):
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.takes_dense:
             return self._whole()
-        self._algorithm.sync_epoch(self._epoch)
+        self._algorithm.sync_epoch(self.epoch)
         self._k = entries_of(self.density, self.layout.length, self.context.step)
         if self._passes_by():
             self.check_finite(acc)

@@ -340,7 +340,7 @@ class SparseSGD(torch.optim.Optimizer):
             comm: communicator, as in `sparsecoll.allreduce`.
         """
         self._replica.transport = as_transport(comm, self._replica.options.timeout)
-        self._flat.release()
+        self._flat.move()
         self._replica.follow("move", self)
 
     # -- state

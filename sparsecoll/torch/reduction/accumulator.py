@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,6 +78,7 @@ class Accumulator(Owner):
         replica.compares = partial(is_alike, weakref.ref(self))
         self.keeps_momentum = compressor.momentum is None
         self._others: dict[str, Owner] = {}  # of these parameters, until `take_over`
+        self._lost: dict[str, torch.Tensor] = {}  # parameters that another owner steps, too, unless they have left
         self._rated: dict[str, bool] = {}  # whether a residual is in units of learning rate * gradient
 
     # -- layout
@@ -115,7 +116,7 @@ class Accumulator(Owner):
     def hand_over(self, name: str, p: torch.Tensor, to: Owner) -> None:
         """Record that another owner steps a parameter, if it is no SparseSGD: the next step then raises."""
         if to.replaces and not isinstance(to, Accumulator):
-            self.replaced = name
+            self._lost[name] = p
 
     def _renamed(self, names: dict[torch.Tensor, str]) -> dict[str, str]:
         return {old: names[p] for p, old in self.names.items() if p in names}
@@ -124,6 +125,11 @@ class Accumulator(Owner):
         """Discard all buckets, which the next step creates again; residuals are kept."""
         self._buckets.release()
         self.laid_out = set()
+
+    def move(self) -> None:
+        """Discard all buckets and what the ranks of another communicator may not share."""
+        self.release()
+        self._buckets.share_state("move")
 
     def fits(self, outcome: Outcome) -> bool:
         """Return whether the buckets are those of the parameters that take part, each with its kind of gradient."""
@@ -139,7 +145,7 @@ class Accumulator(Owner):
 
     # -- a step
 
-    def sums(self, groups: Iterable[Group], scaling: Scaling | None) -> Sums:
+    def sums(self, groups: Sequence[Group], scaling: Scaling | None) -> Sums:
         """Return the sum of acc over the ranks for each bucket, and subtract from acc what contributed. Collective."""
         acc = completed_future(lambda: self._accumulate(groups, scaling))  # on the streams and threads of the caller
         if not self._buckets:
@@ -155,7 +161,10 @@ class Accumulator(Owner):
                 sums.append((bucket, self._replica.call(f"bucket {index}", call)))
         return sums
 
-    def _accumulate(self, groups: Iterable[Group], scaling: Scaling | None) -> list[Any]:
+    def _accumulate(self, groups: Sequence[Group], scaling: Scaling | None) -> list[Any]:
+        own = {id(p) for group in groups for p in group["params"]} if self._lost else ()
+        self._lost = {name: p for name, p in self._lost.items() if id(p) in own}
+        self.replaced = next(iter(self._lost), "")
         self.refuse_replaced("SparseSGD")
         if scaling is not None:
             scaling.begin()

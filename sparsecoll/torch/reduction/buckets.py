@@ -52,7 +52,7 @@ class Buckets:
         self._base: Tensors = {}  # as of the last step, of buckets that were released after such a reduction
         self._before: Tensors = {}  # as of the step before, of parameters without one in the last step
         self._warned = False  # whether rank 0 has warned that residuals are lost
-        self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
+        self._extra: dict[tuple[str, ...], tuple[int, str]] = {}  # of buckets that are gone: epoch, state as JSON
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -90,12 +90,10 @@ class Buckets:
             lay_out(call)
             barrier(call.transport)
 
-        extra = self._extra
         try:
             self._replica.call("buckets", make)
         except Exception:
             self.release()
-            self._extra = extra  # some ranks may have restored it, others not
             raise
 
     def tables(self) -> set[int]:
@@ -156,13 +154,11 @@ class Buckets:
         bucket = kind(params, layout, compressor.versions, options.gradient_as_bucket_view)
         bucket.versions.continued = self.pending
         layout.device.synchronize()  # jobs have a stream of their own
-        parked, extra = restore([compressor], self._parked), dict(self._extra)
-        if layout.names in extra:
-            saved = json.loads(extra.pop(layout.names))
-            if _has_keys_of(json.loads(json.dumps(compressor.extra_state())), saved):
-                compressor.load_extra_state(saved)  # otherwise `dense_below` was another one: begin with none
+        parked, saved = restore([compressor], self._parked), json.loads(self._extra_state().get(layout.names, "{}"))
+        if saved and _has_keys_of(json.loads(json.dumps(compressor.extra_state())), saved):
+            compressor.load_extra_state(saved)  # otherwise `dense_below` was another one: begin with none
         pairs, index_of = [*self._pairs, (bucket, compressor)], self.index_of | dict.fromkeys(layout.names, len(self))
-        self._pairs, self.index_of, self._parked, self._extra = pairs, index_of, parked, extra  # all or none
+        self._pairs, self.index_of, self._parked = pairs, index_of, parked  # all or none
         return pairs[-1]
 
     def _compressor_of(self, layout: Layout) -> Compressor:
@@ -186,8 +182,15 @@ class Buckets:
                 self._base = joined(collect(gone, {}), self._base)  # a bucket may be released twice before a step
             for compressor in gone:
                 compressor.versions.commit()
+            own = {c.layout.names: (c.epoch, json.dumps(c.extra_state())) for c in gone}
+            self._extra = self._extra | own
             parked, index_of = collect(gone, self._parked), {n: i for n, i in self.index_of.items() if i < start}
             self._parked, self._pairs, self.index_of = parked, self._pairs[:start], index_of  # all or none
+
+    def _extra_state(self) -> dict[tuple[str, ...], str]:
+        """Return the other state of buckets, also of those that are gone; what a failure left may differ by rank."""
+        here = {c.layout.names: (c.epoch, json.dumps(c.extra_state())) for _, c in self}
+        return {n: text for n, (epoch, text) in (self._extra | here).items() if epoch == self._replica.transport.epoch}
 
     def share_state(self, name: str, root: int = 0) -> None:
         """After `release`, make state that is the same on all ranks that of rank `root`, or none. Collective."""
@@ -285,11 +288,7 @@ class Buckets:
         Args:
             unstepped: parameters that `keep` was told of, and that had no step since.
         """
-        for _, compressor in self:
-            compressor.sync(self._replica.transport)  # what the next call would drop
         before = {kind: {n: t for n, t in own.items() if n in unstepped} for kind, own in self._before.items()}
-        extra = [[list(c.layout.names), json.dumps(c.extra_state())] for _, c in self]
-        waiting = [[list(names), text] for names, text in self._extra.items()]
         tensors = joined(joined(collect([compressor for _, compressor in self], self._parked), self._base), before)
         return {
             "rank": self._replica.transport.rank,
@@ -302,7 +301,7 @@ class Buckets:
             "dense": sorted(self._dense),
             "filled": any(own for kind, own in tensors.items() if kind not in self._compressor.replicated_state),
             "tensors": tensors,
-            "buckets": extra + waiting,
+            "buckets": [[list(names), text] for names, text in self._extra_state().items()],
         }
 
     def load_state_dict(
@@ -323,7 +322,7 @@ class Buckets:
         Returns:
             The state; an empty one for None.
         """
-        replica, extra = self._replica, dict[tuple[str, ...], str]()
+        replica, extra = self._replica, dict[tuple[str, ...], tuple[int, str]]()
 
         def read(call: CollectiveCall) -> Mapping[str, Any]:
             given = state()
@@ -333,7 +332,7 @@ class Buckets:
             kinds, rows = {kind: len(entries) for kind, entries in own["tensors"].items()}, own.get("rows", [])
             call.signature |= {"steps": own["step"], "residuals": given is not None, "tensors": kinds, "rows": rows}
             call.signature["order of parameters"] = own["order"]
-            extra.update((tuple(names), text) for names, text in own["buckets"])
+            extra.update((tuple(names), (call.transport.epoch, text)) for names, text in own["buckets"])
             call.agree()
             try:
                 load()
