@@ -89,7 +89,7 @@ class Constant:
         self.p, self.rate = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)), rate
         group = ElasticGroup(store, deadline=deadline, name=name)
         inner = torch.optim.SGD([self.p], 1.0)
-        self.group, self.optimizer = group, LocalOptimizer(inner, [("p", self.p)], group, every=2, **options)
+        self.group, self.optimizer = group, LocalOptimizer(inner, [("p", self.p)], group, **{"every": 2, **options})
 
     def steps(self, count=2):
         for _ in range(count):
@@ -218,8 +218,8 @@ def test_a_worker_that_joins_has_the_state_of_anothers_inner_optimizer(made_by):
 def test_other_options_and_unsuited_compressors_are_refused():
     store, model = dist.HashStore(), net()
     made(store, model, "a")
-    with pytest.raises(ValueError, match="every: expected 4, as the other workers have, got 3"):
-        made(store, net(), "b", every=3)
+    with pytest.raises(ValueError, match=r"outer_lr: expected 0\.7, as the other workers have, got 0\.5"):
+        made(store, net(), "b", outer_lr=0.5)
     with pytest.raises(
         ValueError, match="compressor: expected 'none' or 'chunktopk' with an ElasticGroup, got 'powersgd'"
     ):

@@ -34,3 +34,25 @@ def test_residuals_are_in_units_of_parameters_and_a_weight_of_zero_counts_nothin
     )
     weights[:] = 0.0, 0.0
     assert together(a.steps, b.steps) == [0.0, 0.0]
+
+
+def test_a_slow_worker_takes_fewer_steps():
+    store = dist.HashStore()
+    fast, slow = (Constant(store, 1.0, name, 60, every=every) for name, every in (("fast", 6), ("slow", 2)))
+    assert together(partial(fast.steps, 12), partial(slow.steps, 4)) == [-8.0, -8.0]
+
+
+def test_a_worker_that_is_always_late_is_told(caplog):
+    """Once, and not while it is in some of the means."""
+    store = dist.HashStore()
+    fast, slow = Constant(store, 1.0, "fast", 0.05), Constant(store, 2.0, "slow", 0.05)
+    fast.steps(2)
+    for turn in range(8):
+        fast.steps(2)
+        slow.steps(2)
+        assert ("late" in caplog.text) == (turn > 2)
+    assert caplog.text.count("'slow' of an ElasticGroup has come too late to 3 rounds") == 1
+    caplog.clear()
+    for turn in range(6):
+        together(*(partial(one.steps, 2) for one in (fast, slow)[: 1 + (turn % 2)]))
+    assert not caplog.records

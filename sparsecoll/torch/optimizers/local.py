@@ -78,8 +78,9 @@ class LocalOptimizer(Wrapper):
         comm: as in `DistributedOptimizer`. For a model of fully_shard, whose shards a worker's ranks share, the process
             group of the ranks of all workers that have the same shard, such as `mesh.get_group("worker")`; each rank
             compresses its own shard.
-        compressor: as in `DistributedOptimizer`, of the changes (default: "none").
-        every: number of steps from one mean to the next (default: 10).
+        compressor: as in `DistributedOptimizer`, of the changes (default: "none"); its schedules count the means of a
+            fragment as steps.
+        every: number of steps from one mean to the next (default: 10); slow workers of an ElasticGroup may take fewer.
         outer_lr: learning rate of the step by the mean change (default: 1, which takes the mean of the parameters).
         outer_momentum: its Nesterov momentum, in [0, 1) (default: 0, none; DiLoCo uses 0.9 with a rate of 0.7).
         outer: in place of both, a torch optimizer of the same parameters, or several that have them all. It moves the
@@ -166,6 +167,7 @@ class LocalOptimizer(Wrapper):
             call.signature |= {**own.signature(), **describe(others, "other parameter")}
             call.agree(entries=0)
             signature.update(call.signature, **describe(params))
+            signature.pop("every")
             if group is not None and not own.stands_alone:
                 raise ValueError(f"compressor: expected 'none' or 'chunktopk' with an ElasticGroup, got {own.name!r}")
             broadcast_tensors(transport, others.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
@@ -22,6 +23,8 @@ from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Named, are_equal, is_finite
 from sparsecoll.transport.all_ranks import joined, separated
 
+logger = logging.getLogger(__name__)
+MANY = 4  # the turn with which rounds that had this worker too late are worth a warning
 BEHIND = LATE << 8  # a flag: the messages of a mean are gone, among which was this worker's
 
 
@@ -56,6 +59,7 @@ class ElasticMeans(Means):
         super().__init__(*given)
         self._group, self._signature = group, json.dumps(signature, default=str)
         self._options: dict[int, Any] = {}  # of the outer optimizers, by the number of a mean that is under way
+        self._waits = 0  # turns since this worker's changes were in a mean
         self._joined: int | None = None  # the round at which this worker has begun with no state of the inner optimizer
 
     @torch.inference_mode(False)
@@ -119,6 +123,13 @@ class ElasticMeans(Means):
         while self._under_way and self._group.is_closed(self._next + 1):  # it would always come too late
             self._take()
         self._catch_up(1)
+        self._waits += 1
+        if self._waits == MANY + self._pace.under_way:
+            logger.warning(
+                "worker %r of an ElasticGroup has come too late to %d rounds in a row: its changes are in no mean: give"
+                " it fewer steps (every=), or all workers a longer deadline than %s s",
+                *(self._group.name, MANY - 1, self._group.deadline),
+            )
         return super().turn(flags)
 
     @torch.inference_mode(False)
@@ -232,7 +243,9 @@ class ElasticMeans(Means):
                 bucket.combine(compressor, own[i][0] if included else None, blocks, shares)
                 bucket.form_mean()
                 check_mean(bucket)
-                if not weight:  # what this worker has sent does not count, now or later
+                if (
+                    included and not {c.worker: c.weight for c in found}[self._group.name]
+                ):  # what this worker has sent does not count, now or later
                     bucket.versions.drop()
         self.replica.context.step = number + 1
         trainable = {name for bucket, _ in buckets for name in bucket.layout.names}
@@ -246,6 +259,7 @@ class ElasticMeans(Means):
             bucket.versions.drop()
             bucket.gradient = bucket.source = None
         else:
+            self._waits = 0
             super()._accept(bucket, flags)
 
     def _apply(self, bucket: Bucket, alpha: float, flags: int) -> None:

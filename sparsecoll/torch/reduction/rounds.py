@@ -83,7 +83,8 @@ class ElasticGroup:
 
     Args:
         store: store of torch.distributed that all workers reach, such as a TCPStore.
-        deadline: seconds after which a worker no longer waits for others in a round (default: 60).
+        deadline: seconds after which a worker no longer waits for others in a round (default: 60). A worker whose steps
+            take longer than this beyond the others' is always late: give it a smaller `every`, and weights.
         workers: number of workers for which the first round waits, up to the deadline (default: 1).
         name: of this worker, unique (default: host, process and a random number).
 
