@@ -88,6 +88,28 @@ def test_heads_trained_one_after_the_other_in_a_step_lose_nothing(comm, compress
     assert alike(comm, run.values())
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_means_that_are_clipped_between_two_back_propagations_lose_nothing(comm, view):
+    """Also where a mean is zero, since all is in the residual."""
+
+    def heads():
+        return torch.nn.ModuleDict({"a": net(), "b": net()})
+
+    few = TopKCompressor(0.02, algo="allgather")
+    run, zeros = Run(HOOK, comm, heads, plain_sgd, few, gradient_as_bucket_view=view), 0
+    ledger = Ledger(run)
+    for step in range(5):
+        run.model.zero_grad()
+        ledger.zero()
+        for part in range(2 + step % 2):
+            run.loss(step, part, lambda x, rank: run.module["a"](x) + 1e-3 * run.module["b"](x)).backward()
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e9)
+            zeros += sum(not p.grad.any() for p in run.module["b"].parameters())
+        run.optimizer.step()
+        ledger.settle()
+    assert zeros and alike(comm, run.values())
+
+
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize(
     "compressor", [efsignsgd(), RandomKCompressor(0.1), ACPSGD(2), oktopk(), dgc(0.1)], ids=lambda c: c.name

@@ -80,7 +80,7 @@ class Gradients:
 
 
 SAMPLE = 1024  # values of a parameter, about
-KEPT, ZERO, GONE = "kept", "zero, as the mean was", "thrown away"  # what has become of a gradient
+KEPT, ZERO, EDITED, GONE = "kept", "zero", "zero, but written to", "thrown away"  # gradients; means were zero, too
 
 
 class Steps:
@@ -169,17 +169,17 @@ class Steps:
     def _inspect(self, names: list[str]) -> tuple[bool, set[str]]:
         """Return whether the loop has updated parameters by itself, and, if not, the names of gradients thrown away.
 
-        A zero gradient may be a mean of zero or have been cleared: it counts as the other gradients do.
+        A zero gradient may be a mean of zero, which was clipped perhaps, or have been cleared, as others were then.
         """
         if self._found is None:  # otherwise what comes after has failed on this rank
             seen = [self._marks[name].of_gradient() for name in names]
-            here = [self.updated(), *(state == KEPT for state in seen), *(state == GONE for state in seen)]
+            here = [self.updated(), *(found == state for state in (KEPT, EDITED, GONE) for found in seen)]
             self._found = names, self._agree(np.array(here, np.uint8))
         names, marks = self._found
-        by_hand, *states = marks.astype(bool).tolist()
-        kept = {name for name, is_kept in zip(names, states[: len(names)], strict=True) if is_kept}
-        gone = {name for name, is_gone in zip(names, states[len(names) :], strict=True) if is_gone} - kept
-        return by_hand, set() if by_hand else gone if kept or not gone else set(names)
+        rows = marks[1:].astype(bool).reshape(3, -1).tolist()
+        kept, edited, gone = ({name for name, is_so in zip(names, row, strict=True) if is_so} for row in rows)
+        gone = (gone | edited if gone or not kept else gone) - kept
+        return bool(marks[0]), set() if marks[0] else gone if kept or not gone else set(names)
 
     def commit(self, by_hand: bool = False) -> None:
         """Make the accepted states permanent: the optimizer, or the loop itself (`by_hand`), has taken a step."""
@@ -203,10 +203,9 @@ class Steps:
         """Before new gradients of these parameters: a mean that was thrown away without a step leaves no residual."""
         names = set(self._doubtful) if names is None else self._doubtful.keys() & names
         for name in names & self.unstepped if names else ():
-            if self._doubtful[name].of_gradient() == GONE:
+            if self._doubtful[name].of_gradient() in (GONE, EDITED):
                 self._buckets.revert(name)
-        for name in names:
-            del self._doubtful[name]
+        self._doubtful = {name: mark for name, mark in self._doubtful.items() if name not in names}
 
     def _count_step(self) -> None:
         self._replica.context.step += 1
@@ -339,7 +338,7 @@ class _Mark(NamedTuple):
     address: int  # of its values
     start: int  # of the sample, in its first dimension
     sample: torch.Tensor  # some of the values
-    gradient: tuple[int, int]  # address and version of its gradient; zeros if it was not zero
+    gradient: tuple[int, int] | None  # address and version of its gradient; zeros if it was not zero
 
     def is_old(self) -> bool:
         """Return whether the version or the address has changed."""
@@ -355,15 +354,15 @@ class _Mark(NamedTuple):
         return self.is_old() or self.differs()
 
     def of_gradient(self) -> str:
-        """Return KEPT, ZERO or GONE."""
+        """Return KEPT, ZERO, EDITED or GONE."""
         if self.param.grad is None:
-            return GONE
-        gradient = own_part(self.param.grad)
-        values = values_of(gradient).detach()
+            return ZERO if self.gradient is None else GONE
+        values = values_of(own_part(self.param.grad)).detach()
         first = values.narrow(0, 0, min(1, values.shape[0])) if values.dim() else values
         if first.any() or values.any():
             return KEPT
-        return ZERO if _identity(self.param.grad) == self.gradient else GONE
+        changed = EDITED if self.gradient != (0, 0) and _is_searched(self.param.grad) else GONE
+        return ZERO if _identity(self.param.grad) == self.gradient else changed
 
 
 @torch.no_grad()
@@ -372,9 +371,12 @@ def _mark(p: torch.Tensor) -> _Mark:
     mean = None if p.grad is None else own_part(p.grad)
     start, length = _range(values, mean)
     sample = _part(values, start, length).detach().clone()
-    searched = mean is not None and not mean.is_sparse and mean.device.type == "cpu"
-    known = searched and bool(_part(mean, start, length).any())  # type: ignore[arg-type]
+    known = mean is not None and _is_searched(mean) and bool(_part(mean, start, length).any())
     return _Mark(p, version(p), values.data_ptr(), start, sample, (0, 0) if known else _identity(p.grad))
+
+
+def _is_searched(mean: torch.Tensor) -> bool:
+    return not mean.is_sparse and mean.device.type == "cpu"
 
 
 def _range(values: torch.Tensor, mean: torch.Tensor | None) -> tuple[int, int]:
@@ -383,7 +385,7 @@ def _range(values: torch.Tensor, mean: torch.Tensor | None) -> tuple[int, int]:
     start, length = 0, max(1, SAMPLE * size // max(1, values.numel()))
     if mean is not None and mean.is_sparse:
         start = int(indices_of(mean)[0, 0]) if values_of(mean).shape[0] else 0
-    elif mean is not None and mean.device.type == "cpu":
+    elif mean is not None and _is_searched(mean):
         while start + length < size and not mean.narrow(0, start, length).any():
             start, length = start + length, 2 * length
     return start, min(length, size - start)
@@ -393,8 +395,6 @@ def _part(values: torch.Tensor, start: int, length: int) -> torch.Tensor:
     return values[start : start + length] if values.dim() else values
 
 
-def _identity(gradient: torch.Tensor | None) -> tuple[int, int]:
-    """Return the address and the version of a gradient; zeros for None."""
-    if gradient is None:
-        return 0, 0
-    return values_of(own_part(gradient)).data_ptr(), version(gradient)
+def _identity(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return the address and the version of a gradient; None for None."""
+    return None if gradient is None else (values_of(own_part(gradient)).data_ptr(), version(gradient))
