@@ -73,6 +73,15 @@ def test_a_stopped_rank_is_given_up_after_the_timeout(badly):
     assert all(rows[rank][0]["error"] and rows[rank][0]["seconds"] < 10 for rank in (0, 1))
 
 
+@pytest.mark.parametrize("launcher", [mpirun, torchrun])
+def test_doctor_reports_that_a_rank_does_not_come(launcher, tmp_path):
+    done = run(*launcher(2), PROGRAM.with_name("silent_rank.py"), tmp_path / "done", timeout=120)
+    lines = done.stdout.splitlines()
+    first = next(line for line in lines if line.startswith("broken"))
+    assert "joining the ranks: CommunicationError" in first and "exit status 1" in lines, done.stdout + done.stderr
+    assert f"{'':<17}-> see the row joining the ranks" in lines  # no other MPI is to blame
+
+
 def test_a_late_rank_is_waited_for(well):
     rows, text = well[0]["late"], well[1]
     assert [len(rows[rank]) for rank in rows] == [2, 2, 2], text

@@ -70,8 +70,8 @@ def joined_or_alone() -> Iterator[tuple[Any, list[Finding]]]:
     with contextlib.ExitStack() as stack:
         trouble: list[Finding] = []
         try:
-            comm = stack.enter_context(joined())
-            with CollectiveCall(as_transport(comm), "doctor") as call:
+            comm = stack.enter_context(joined(SELF_TEST_SECONDS))
+            with CollectiveCall(as_transport(comm, SELF_TEST_SECONDS), "doctor", SELF_TEST_SECONDS) as call:
                 call.agree(entries=0)
         except Exception as error:
             comm, trouble = LocalTransport(), [_failed("joining the ranks", error)]
@@ -84,7 +84,8 @@ def examine(comm: Any, trouble: Sequence[Finding] = ()) -> Iterator[Finding]:
     Quick checks come first, those that are not good before the others; self-tests follow as they end. A check that
     raises becomes a finding.
     """
-    parts = [_versions(), _mpi(), _sockets(), _ranks(comm), _cores(comm), _kernels(), _kernel_threads(comm), _gpu(comm)]
+    ranks = _ranks(comm, trouble)
+    parts = [_versions(), _mpi(), _sockets(), ranks, _cores(comm), _kernels(), _kernel_threads(comm), _gpu(comm)]
     quick = [finding for part in (*parts, _variables()) for finding in _surviving(part)]
     yield from sorted([*trouble, *quick], key=lambda finding: ORDER.index(finding.state))
     yield from _surviving(_job_tests(comm) if as_transport(comm).size > 1 else _launched_self_tests())
@@ -151,15 +152,14 @@ def _sockets() -> Iterator[Finding]:
     """Report whether ranks that torchrun starts can be connected by sockets."""
     if not (lacking := _lacking("torch")):
         yield Finding("sockets", "for the ranks of torchrun and other process groups of torch.distributed")
-        return
-    if not _lacking("mpi4py"):
+    elif not _lacking("mpi4py"):
         yield Finding("sockets", f"not available, torch {lacking}")
-        return
-    advice = "pip install torch, to start jobs with torchrun, or mpi4py and an MPI, for mpirun"
-    yield Finding("sockets", "not available, and neither is MPI: there is only one rank", BAD, advice)
+    else:
+        advice = "pip install torch, to start jobs with torchrun, or mpi4py and an MPI, for mpirun"
+        yield Finding("sockets", "not available, and neither is MPI: there is only one rank", BAD, advice)
 
 
-def _ranks(comm: Any) -> Iterator[Finding]:
+def _ranks(comm: Any, trouble: Sequence[Finding]) -> Iterator[Finding]:
     """Report the number of ranks, and whether the launcher started more processes than that."""
     transport = as_transport(comm)
     nodes = node_members(transport)
@@ -172,7 +172,9 @@ def _ranks(comm: Any) -> Iterator[Finding]:
         how = "mpirun -n P sparsecoll doctor, or torchrun --nproc-per-node P -m sparsecoll doctor"
         yield Finding("ranks", on, GOOD, f"start it as you start your job: {how}")
         return
-    if variable == "SLURM_STEP_NUM_TASKS":
+    if trouble:
+        advice = f"see the row {trouble[0].subject}"
+    elif variable == "SLURM_STEP_NUM_TASKS":
         advice = "start it with srun --mpi=pmix (or pmi2), or with mpirun in the allocation"
     elif variable == "WORLD_SIZE":
         missing = [name for name in launcher.MEETING if name not in os.environ]
@@ -247,16 +249,16 @@ def _variables() -> Iterator[Finding]:
 
 
 def _one_of(*values: str) -> Callable[[str], str]:
-    return lambda value: "" if value in values else f"expected one of {', '.join(values)}"
+    return lambda value: "" if value in values else f"expected one of {', '.join(filter(None, values))}"
 
 
 VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; "" if nothing is
-    "SPARSECOLL_KERNELS": _one_of(*CHOICES),
+    "SPARSECOLL_KERNELS": _one_of("", *CHOICES),
     "SPARSECOLL_THREADS": lambda n: "" if n.isdecimal() and int(n) > 0 else "expected a whole number of at least 1",
-    "SPARSECOLL_ON_TIMEOUT": _one_of("raise", "abort"),
+    "SPARSECOLL_ON_TIMEOUT": _one_of("", "raise", "abort"),
     "SPARSECOLL_GPU_DIRECT": _one_of("0", "1"),
-    "SPARSECOLL_DENSE": _one_of("exact", "int8", "int4"),
-    "SPARSECOLL_SECRET": lambda value: "" if len(value.encode()) >= 16 else "expected at least 16 bytes",
+    "SPARSECOLL_DENSE": _one_of("", "exact", "int8", "int4"),
+    "SPARSECOLL_SECRET": lambda value: "" if not value or len(value.encode()) >= 16 else "expected at least 16 bytes",
 }
 
 

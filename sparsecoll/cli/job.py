@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 from sparsecoll.cli.arguments import fail
@@ -12,17 +13,18 @@ from sparsecoll.transport import default_comm, launcher
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Any]:
+def joined(seconds: float | None = None) -> Iterator[Any]:
     """Context manager: the communicator of the ranks that the launcher has started.
 
-    Under torchrun it is the default process group, which is created if there is none, and destroyed in the end.
+    Under torchrun it is the default process group, which is created if there is none, within so many seconds if they
+    are given, and destroyed in the end.
     """
     if not under_torchrun():
         yield default_comm()
         return
     from sparsecoll.torch.replica.process_group import torchrun_group
 
-    with torchrun_group() as group:
+    with torchrun_group(**({} if seconds is None else {"timeout": timedelta(seconds=seconds)})) as group:
         yield group
 
 

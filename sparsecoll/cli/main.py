@@ -42,7 +42,6 @@ NETWORKS = {
     "100gbit": Network(3e-6, 0.08e-9),
     "memory": ONE_NODE,
 }
-NOT_MPI = "the ranks are not MPI's"
 COLOURS = {"good": 32, "could be better": 33, "broken": 31}  # of ECMA-48: green, yellow, red
 
 
@@ -95,33 +94,31 @@ def _bench(options: argparse.Namespace) -> None:
     """Time allreduces on all ranks, from a dense vector on each rank to the sparse sum on every rank."""
     check_mpi4py()
     with joined() as comm:
-        _bench_on(comm, options)
+        _warn_of_one_rank(comm)
+        _check_writable(comm, options.json)
+        transport, given, dtype = as_transport(comm), None, np.dtype(np.float32)
+        with _checking_arguments():
+            if options.gradient:
+                read = partial(timing.from_file, options.gradient, transport.rank)
+                given = _everywhere(comm, read, lambda given: {"length": given.n, "dtype": given.base.dtype.name})
+                dtype = given.base.dtype
+            if MPI_ALLREDUCE in options.algo and (not hasattr(comm, "Allreduce") or dtype == np.float16):
+                why = "MPI has no float16" if dtype == np.float16 else "the ranks are not MPI's"
+                _note(f"{MPI_ALLREDUCE} is left out, because {why}")
+                rest = [algo for algo in options.algo if algo != MPI_ALLREDUCE]
+                options.algo = rest if transport.size == 1 or "dense" in rest else ["dense", *rest]
+            calls = _everywhere(comm, partial(_calls, options, dtype))
 
-
-def _bench_on(comm: Any, options: argparse.Namespace) -> None:
-    _warn_of_one_rank(comm)
-    _check_writable(comm, options.json)
-    transport, given, dtype = as_transport(comm), None, np.dtype(np.float32)
-    with _checking_arguments():
-        if options.gradient:
-            read = partial(timing.from_file, options.gradient, transport.rank)
-            given = _everywhere(comm, read, lambda given: {"length": given.n, "dtype": given.base.dtype.name})
-            dtype = given.base.dtype
-        if MPI_ALLREDUCE in options.algo and (not hasattr(comm, "Allreduce") or dtype == np.float16):
-            _note(f"{MPI_ALLREDUCE} is left out, because {'MPI has no float16' if dtype == np.float16 else NOT_MPI}")
-            rest = [algo for algo in options.algo if algo != MPI_ALLREDUCE]
-            options.algo = rest if transport.size == 1 or "dense" in rest else ["dense", *rest]
-        calls = _everywhere(comm, partial(_calls, options, dtype))
-
-    report = Report([str(call) for call in calls], options.json) if _writes(comm) else None
-    for n in [0] if given else options.n:
-        vectors = given or _everywhere(comm, partial(timing.heavy_tailed, n, transport.rank))
-        for call in calls:
-            row = timing.measure(comm, call, vectors, options.repeat)
-            _everywhere(comm, partial(report.add, row) if report else lambda: None)
-    network = measured_network(comm) if transport.size > 1 else None
-    if network and _writes(comm):
-        sys.stdout.write(f"messages, rank 0 to {transport.size - 1}: {network}\n")
+        report = Report([str(call) for call in calls], options.json) if _writes(comm) else None
+        for n in [0] if given else options.n:
+            vectors = given or _everywhere(comm, partial(timing.heavy_tailed, n, transport.rank))
+            for call in calls:
+                row = timing.measure(comm, call, vectors, options.repeat)
+                _everywhere(comm, partial(report.add, row) if report else lambda: None)
+        network = measured_network(comm) if transport.size > 1 else None
+        if network:
+            last = transport.size - 1
+            _everywhere(comm, partial(report.end, network, last) if report else lambda: None)
 
 
 def _simulate(options: argparse.Namespace) -> None:

@@ -27,16 +27,14 @@ def measured_network(comm: Any) -> Network:
 
 def _round_trip(transport: Transport, size: int, count: int) -> float:
     """Return the median seconds in which a message comes back to rank 0 from the last rank."""
-    message, times = np.zeros(size, np.uint8), []
-    last = transport.size - 1
-    if transport.rank in (0, last):
-        for _ in range(count):
-            start = transport.now()
-            if transport.rank == 0:
-                transport.isend(last, message)
-                transport.recv(last)
-            else:
-                transport.isend(0, transport.recv(0))
-            transport.waitall()
-            times.append(transport.now() - start)
+    message, times, last = np.zeros(size, np.uint8), [], transport.size - 1
+    for _ in range(count if transport.rank in (0, last) else 0):
+        start = transport.now()
+        if transport.rank == 0:
+            transport.isend(last, message)
+            transport.recv(last)
+        else:
+            transport.isend(0, transport.recv(0))
+        transport.waitall()
+        times.append(transport.now() - start)
     return float(np.median(times)) if times else 0.0

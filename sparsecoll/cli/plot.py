@@ -52,9 +52,14 @@ def chosen(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
     wrong = [name for name in names if name not in known]
     if wrong:
         raise ValueError(f"--algo: expected some of {', '.join(known)}, got {', '.join(wrong)}")
-    dense = {label(row) for row in rows if row["density"] == 1.0}
+    dense = _dense(rows)
     wanted = {*names, *(() if dense.intersection(names) else dense)}
     return [row for row in rows if not names or label(row) in wanted]
+
+
+def _dense(rows: Sequence[Row]) -> set[str]:
+    """Return the lines of dense sums: those that have no density but 1."""
+    return {*map(label, rows)} - {label(row) for row in rows if row["density"] != 1.0}
 
 
 def label(row: Row) -> str:
@@ -92,11 +97,12 @@ def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = ""
     Raises:
         ValueError: There are more lines than can be told apart.
     """
-    ticks = sorted({r[x] for r in rows} - ({1.0} if x == "density" else set()))
+    dense = _dense(rows) if x == "density" else set()
+    ticks = sorted({r[x] for r in rows if label(r) not in dense})
     series: dict[str, list[tuple[float, float]]] = {}
     for name in dict.fromkeys(map(label, rows)):
         points = sorted((r[x], scale * r[y]) for r in rows if label(r) == name and r.get(y))
-        if points and x == "density" and all(density == 1.0 for density, _ in points):  # the same at every density
+        if points and name in dense:  # the same at every density
             points = [(tick, points[0][1]) for tick in ticks]
         if points:
             series[name] = points
@@ -140,7 +146,7 @@ def figures(rows: Sequence[Row], folder: str | Path, stem: str) -> list[Path]:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder}: expected a folder for the figures ({error.strerror})") from None
-    made = []
+    made, of_all = [], _dense(rows)
 
     def group(key: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
         groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -152,14 +158,14 @@ def figures(rows: Sequence[Row], folder: str | Path, stem: str) -> list[Path]:
         if any(row.get(part) for row in some for part in PARTS):
             made.append(Path(folder, f"{stem}_phases_n{n}_P{P}.svg"))
             stacked(some, made[-1], f"n = {n:,}, {P} ranks")
-        if len({row["density"] for row in some if row["density"] != 1.0}) > 1:
+        if len({row["density"] for row in some if label(row) not in of_all}) > 1:
             made.append(Path(folder, f"{stem}_density_n{n}_P{P}.svg"))
             lines(some, "density", "seconds", made[-1], f"n = {n:,}, {P} ranks", SCALES["seconds"])
     for (n, density), chosen in group(("n", "density")).items():
-        dense = [row for row in rows if row["n"] == n and row["density"] == 1.0]
-        if density == 1.0 and any(row["n"] == n and row["density"] != 1.0 for row in rows):
+        sparse = [row for row in chosen if label(row) not in of_all]
+        some = [*(row for row in rows if row["n"] == n and label(row) in of_all), *sparse]
+        if not sparse and any(row["n"] == n and label(row) not in of_all for row in rows):
             continue  # they are a line in the figures of the other densities
-        some = chosen if density == 1.0 else [*dense, *chosen]
         if len({row["P"] for row in some}) > 1:
             for y, what in (("seconds", "time"), ("bytes_received", "volume")):
                 made.append(Path(folder, f"{stem}_{what}_n{n}_d{density:g}.svg"))

@@ -7,10 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sparsecoll.bench.timing import MPI_ALLREDUCE, Row, about
+from sparsecoll.transport.network import Network
 
 SHOWN = ("select", "encode", "decode", "merge", "dense", "wait", "other")
 DENSE = (MPI_ALLREDUCE, "dense")
@@ -33,8 +35,7 @@ class Report:
     def add(self, row: Row) -> None:
         """Print a row, and save it together with the earlier ones."""
         self._rows.append(row)
-        if self._path:  # first, since a pipe may refuse the line
-            save(self._path, {"about": about(), "rows": self._rows})
+        self._save()  # first, since a pipe may refuse the line
         if len(self._rows) == 1:
             what = f"{'algo':<{self._width}}{'P':>5}{'n':>13}{'density':>9}{'format':>14}{'values':>10}{'ms':>10}"
             sys.stdout.write(what + f"{'x dense':>9}{'MB in':>9}" + "".join(f"{kind:>8}" for kind in SHOWN) + "\n")
@@ -43,6 +44,15 @@ class Report:
                 self._dense.setdefault(key, row["seconds"])
         sys.stdout.write(self._line(row) + "\n")
         sys.stdout.flush()
+
+    def end(self, network: Network, last: int) -> None:
+        """Print and save the network that was measured between rank 0 and the last one."""
+        self._save(network=asdict(network))
+        sys.stdout.write(f"messages, rank 0 to {last}: {network}\n")
+
+    def _save(self, **more: Any) -> None:
+        if self._path:
+            save(self._path, {"about": about(), "rows": self._rows, **more})
 
     def _line(self, row: Row) -> str:
         dense = next((self._dense[key] for key in _dense_sums(row) if key in self._dense), None)

@@ -51,6 +51,7 @@ def test_advice(arguments, expected, capsys):
     main(["gain", *arguments.split()])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and re.match(expected, lines[5]), lines
+    assert "(dense), the fastest sparse" not in lines[5]
     assert "0.43 ns per value" in lines[7] and "docs/kernels.md" in lines[7]
 
 

@@ -85,7 +85,7 @@ def found(subject, monkeypatch, **environment):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
-    rows = [*doctor._variables(), *doctor._ranks(LocalTransport())]
+    rows = [*doctor._variables(), *doctor._ranks(LocalTransport(), [])]
     return next(row for row in rows if row.subject == subject)
 
 
@@ -188,6 +188,10 @@ def test_doctor_reads_the_variables(monkeypatch):
         assert found(name, monkeypatch, **{name: good}).state == doctor.GOOD
         row = found(name, monkeypatch, **{name: bad})
         assert row.state == doctor.BAD and row.advice
+        monkeypatch.delenv(name)
+    for name in doctor.VARIABLES:  # an empty one counts as none, or is refused as the library does
+        refused = name in ("SPARSECOLL_THREADS", "SPARSECOLL_GPU_DIRECT")
+        assert (found(name, monkeypatch, **{name: ""}).state == doctor.BAD) == refused
         monkeypatch.delenv(name)
 
 

@@ -109,6 +109,22 @@ def test_dense_is_a_line_in_the_figures_of_the_sparse_ones(tmp_path, drawn):
     assert all(float(tick.get_text().replace(",", "")) > 0 for tick in axes.get_yticklabels())  # 20, not 2 x 10^1
 
 
+def test_a_sparse_line_may_go_up_to_a_density_of_1(tmp_path, drawn):
+    rows = [
+        {"algo": algo, "n": 9, "density": density, "P": P, "seconds": P * density, "bytes_received": 10 * P}
+        for algo, density in (("dense", 1.0), ("a", 0.1), ("a", 0.5), ("a", 1.0))
+        for P in (2, 4)
+    ]
+    plot.figures(rows, tmp_path, "r")
+    for density, seconds in (("0.1", [200, 400]), ("0.5", [1000, 2000]), ("1", [2000, 4000])):
+        dense, sparse = drawn[f"r_time_n9_d{density}.svg"].axes[0].lines
+        assert (dense.get_label(), [*dense.get_ydata()]) == ("dense", [2000, 4000])
+        assert (sparse.get_label(), [*sparse.get_ydata()]) == ("a", pytest.approx(seconds))
+    dense, sparse = drawn["r_density_n9_P2.svg"].axes[0].lines
+    assert [*sparse.get_xdata()] == [*dense.get_xdata()] == [0.1, 0.5, 1.0]
+    assert {row["algo"] for row in plot.chosen(rows, ["a"])} == {"a", "dense"}
+
+
 def test_the_legend_is_not_over_the_label_of_the_axis(tmp_path, drawn):
     for count in (1, 12):
         rows = [{"algo": f"a{i}", "density": 0.1, **dict.fromkeys(plot.PARTS, 1e-3)} for i in range(count)]

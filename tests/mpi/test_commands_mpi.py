@@ -32,8 +32,9 @@ def test_gradients_from_files(comm, folder, capfd):
     assert len(printed) == (0 if comm.rank else 3 + (comm.size > 1))
     assert comm.rank or comm.size == 1 or printed[-1].startswith(f"messages, rank 0 to {comm.size - 1}: Network(alpha=")
     comm.Barrier()
-    rows = json.loads((folder / "rows.json").read_text())["rows"]
-    assert [(row["P"], row["n"]) for row in rows] == [(comm.size, 3000)] * 2
+    saved = json.loads((folder / "rows.json").read_text())
+    assert [(row["P"], row["n"]) for row in saved["rows"]] == [(comm.size, 3000)] * 2
+    assert comm.rank or comm.size == 1 or printed[-1].endswith(repr(sparsecoll.Network(**saved["network"])))
 
 
 def test_gradients_of_float16_have_no_row_of_mpi(comm, folder, capfd):

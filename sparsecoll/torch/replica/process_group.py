@@ -66,12 +66,12 @@ def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) 
 
 
 @contextlib.contextmanager
-def torchrun_group() -> Iterator[Any]:
+def torchrun_group(**options: Any) -> Iterator[Any]:
     """Context manager: the default process group of torchrun's ranks, for the time of the block if there was none."""
     if dist.is_initialized():
         yield dist.group.WORLD
         return
-    _join_torchrun("gloo")
+    _join_torchrun("gloo", **options)
     try:
         yield dist.group.WORLD
     finally:
