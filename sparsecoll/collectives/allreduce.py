@@ -262,12 +262,11 @@ def arguments_of(
     of_options = options, type(options.k), type(options.density)  # True equals 1
     key = call.name, *of_vector, *of_options, type(algorithm), algorithm.k, algorithm.describe(), *compared.items()
     try:
-        found: Arguments | None = known.get(key)
-    except TypeError:  # an argument that cannot be hashed
-        found = None
-    if found is not None:
+        found: Arguments = known[key]
         call.signature = found.signature
         return found
+    except (KeyError, TypeError):  # new ones, or one that cannot be hashed
+        pass
     call.signature |= compared if len(shape) < 2 else {**compared, "shape": list(map(int, shape))}
     options.check_operation(vector)
     k = options.resolve_k(vector.length, algorithm.k)
@@ -334,8 +333,7 @@ def returned(
         if options.operation.name == "mean":
             np.divide(y.values, transport.size, out=y.values)
         return convert.to_array(x)(y if dtype is None else y.astype(dtype))
-    result = result_of(y, given, transport, options)
-    return result if given is x else back(result)
+    return back(result_of(y, given, transport, options))
 
 
 def result_of(y: Vector, given: Vector, transport: Transport, options: CallOptions) -> SparseVector:

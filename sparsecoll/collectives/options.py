@@ -169,13 +169,10 @@ class CallOptions:
 
         Types of other libraries are vectors in calls that select entries or ask for what only vectors have.
         """
-        if not isinstance(x, RowSparse):
-            if self.k is not None or self.density is not None or self.format != "auto" or return_reduction:
-                return None
-            own = isinstance(algo, Algorithm) and algo.takes_rows and algo.k is None and algo.selector is None
-            if not (own or (isinstance(algo, str) and algo in ROW_ALGORITHMS)):
-                return None
-        return convert.to_rows(x)
+        all_entries = self.k is None and self.density is None and self.format == "auto" and not return_reduction
+        own = isinstance(algo, Algorithm) and algo.takes_rows and algo.k is None and algo.selector is None
+        for_rows = all_entries and (own or (isinstance(algo, str) and algo in ROW_ALGORITHMS))
+        return convert.to_rows(x) if for_rows or isinstance(x, RowSparse) else None
 
     def to_entries(self, x: Any, sums: bool, converted: tuple[Any, Back] | None = None) -> tuple[SparseVector, Back]:
         """Return the entries, or rows, that this rank sends, and a function that converts a result to the type of x.

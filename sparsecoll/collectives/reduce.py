@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, overload
 
 from sparsecoll.collectives import convert, keyed
-from sparsecoll.collectives.options import CallOptions, blocking, check_root
+from sparsecoll.collectives.options import CallOptions, blocking, check_boundaries, check_root
 from sparsecoll.collectives.reduce_scatter import sum_of_region
 from sparsecoll.collectives.signature import AnyComm, Dense, Given, ReduceOptions, T, Triple, Unpack, X, takes
 from sparsecoll.transport.call import CollectiveCall
@@ -61,8 +61,8 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
                 return keys(given.result(vector, call.transport)) if call.transport.rank == at else None
             converted = vector, keys
         channel, entries, back = given.agree(call, x, sums=True, converted=converted)
-        n, P = entries.length, channel.size
-        mine = sum_of_region(channel, entries, [n * j // P for j in range(P + 1)])
+        P = channel.size
+        mine = sum_of_region(channel, entries, check_boundaries(None, entries.length, P))
         with channel.phase("gather"):
             mine = mine.astype(entries.dtype)
             if channel.rank != at:

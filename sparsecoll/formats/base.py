@@ -70,9 +70,7 @@ class WireDtype:
         """Convert stored values back: to float32 for bfloat16, to bool, otherwise a view."""
         if self.name == "bool":
             return stored != 0  # type: ignore[no-any-return]
-        if self.name != "bfloat16":
-            return stored
-        return kernels_of(stored).from_bfloat16(stored)  # type: ignore[no-any-return]
+        return kernels_of(stored).from_bfloat16(stored) if self.name == "bfloat16" else stored
 
     def unpack_as(self, stored: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Convert stored values back to `dtype`; a view if nothing changes."""

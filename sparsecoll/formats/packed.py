@@ -43,8 +43,7 @@ class PackedFormat(Format):
     per_byte: ClassVar[int] = 1  # the most entries per byte of a message
 
     def least_size(self, x: SparseVector, wire: WireDtype) -> int:
-        rest = wire.stored.itemsize - (wire.name in EXPONENT_BITS)
-        return HEADER.size + x.values.size * rest
+        return HEADER.size + x.values.size * (wire.stored.itemsize - (wire.name in EXPONENT_BITS))
 
     def planned(self, x: SparseVector | RowSparse, wire: WireDtype) -> tuple[Format, Encoding]:  # type: ignore[override]
         fits = wire.name in EXPONENT_BITS and x.values.size >= LEAST and (x.width > 0 or 2 * x.nnz <= x.extent)
@@ -159,9 +158,8 @@ class PackedExponents(PackedFormat):
             raise CommunicationError(f"message: exponents of {count} values of {wire.name} are damaged")
         offsets = kernels_of(stored).exponent_offsets(table, count, bits, wire.stored.itemsize)
         if (size := int(table.nbytes + offsets[-1])) > stored.size:
-            raise CommunicationError(
-                f"message: expected {size} bytes of {count} values in {self.name}, got {stored.size}"
-            )
+            expected = f"{size} bytes of {count} values in {self.name}"
+            raise CommunicationError(f"message: expected {expected}, got {stored.size}")
         return size
 
     def _values(self, stored: Buffer, count: int, wire: WireDtype) -> Any:

@@ -93,8 +93,7 @@ class Arithmetic(Entries):
     __array_ufunc__ = None  # np.float32(2) * x comes here, too
 
     def __array_function__(self, function: Any, *_: Any) -> Any:
-        name = type(self).__name__
-        raise TypeError(f"{name}: expected an array for {function.__name__}: use .to_dense() or .values")
+        raise TypeError(f"{type(self).__name__}: expected an array for {function.__name__}: use .to_dense() or .values")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         name = type(self).__name__

@@ -158,8 +158,7 @@ class DenseVector(Values):
 
     def topk(self, k: int) -> SparseVector:
         """Return the k entries of largest magnitude, ties by lower index."""
-        k = check_integer("k", k, 0)
-        return self._select(self._kernels.topk, min(k, self.length))
+        return self._select(self._kernels.topk, min(check_integer("k", k, 0), self.length))
 
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """Return the entries with a magnitude >= threshold, NaN among them; `expected` is a guess of their number."""

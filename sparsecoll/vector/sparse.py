@@ -143,9 +143,7 @@ class SparseVector(Arithmetic):
     def topk(self, k: int) -> SparseVector:
         """Return the k entries of largest magnitude, ties by lower index; the vector itself if nnz <= k."""
         k = check_integer("k", k, 0)
-        if k >= self.nnz:
-            return self
-        return self._of(self._kernels.topk(self.values, k, indices=self.indices))
+        return self if k >= self.nnz else self._of(self._kernels.topk(self.values, k, indices=self.indices))
 
     def topk_by_key(self, key: int, ties: int) -> SparseVector:
         """Return the entries whose magnitude key exceeds `key`, and the first `ties` of those that have this key."""

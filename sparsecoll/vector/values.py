@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Array, index_dtype, is_float, key_of
 from sparsecoll.kernels.memory import contiguous, empty, on_gpu
+from sparsecoll.vector.coordinates import native
 
 VALUE_DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -108,9 +109,7 @@ def asarray(array: Any) -> Any:
 
 def native_values(array: Any) -> Any:
     """Return `array`, contiguous and in the machine's byte order; raise TypeError if its dtype is not supported."""
-    values = contiguous(asarray(array))
-    if not values.dtype.isnative:
-        values = values.astype(values.dtype.newbyteorder("="))
+    values = native(contiguous(asarray(array)))
     check_value_dtype(values.dtype)
     if on_gpu(values) and values.dtype not in COMPILED_DTYPES:
         known = ", ".join(map(str, COMPILED_DTYPES))

@@ -20,8 +20,7 @@ from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_
 from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
-KINDS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToArray)
-BACKS = {kind.__name__: kind for kind in KINDS}
+BACKS = {kind.__name__: kind for kind in (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToArray)}
 TYPES = "a SparseVector, an array, a sparse array of SciPy or pydata, a tensor, (indices, values, length), or a mapping"
 CURES = {
     "RowSparse": "allreduce, reduce_scatter, one that only moves data (scatter: a list), or x.to_dense().reshape(-1)",

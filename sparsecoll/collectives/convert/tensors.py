@@ -19,12 +19,10 @@ from sparsecoll.vector.coordinates import coordinates, count, flat_indices
 from sparsecoll.vector.pairs import run_starts
 from sparsecoll.vector.values import dtype_of
 
-BFLOAT16 = "torch.bfloat16"
-
 
 def torch_array(tensor: Any) -> Any:
     """Return an array that shares the memory of a tensor; bfloat16 is that of ml_dtypes."""
-    if str(tensor.dtype) != BFLOAT16:
+    if str(tensor.dtype) != "torch.bfloat16":
         tensor = tensor.detach().resolve_conj().resolve_neg()  # copies only what these bits defer
         return from_dlpack(tensor) if tensor.device.type == "cuda" else tensor.numpy()
     if tensor.device.type == "cuda":

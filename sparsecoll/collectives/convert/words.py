@@ -107,12 +107,11 @@ def table_of(transport: Transport, keys: Keys, total: int) -> tuple[Text, NDArra
         sent = own if total <= FEW else _owned(transport, own)
         parts = [unpacked(block) for block in allgatherv(transport, sent.packed())]
         transport.waitall()
-    if total <= FEW:
-        every = Text.concatenate(parts)
-        numbers, first = every.numbers()
-        start = sum(map(len, parts[: transport.rank]))
-        return every.take(first), numbers[start : start + len(own)]
     table = Text.concatenate(parts)
+    if total <= FEW:  # with the keys that several ranks have
+        numbers, first = table.numbers()
+        start = sum(map(len, parts[: transport.rank]))
+        return table.take(first), numbers[start : start + len(own)]
     return table, Text.concatenate([table, own]).numbers()[0][len(table) :]
 
 
