@@ -119,6 +119,57 @@ def test_sparse_embedding_gradients():
     compared(run, P=2, algo="allgather", density=1.0)
 
 
+@pytest.mark.parametrize("P", [1, 2])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("options", [{}, {"algo": "dense"}], ids=str)
+def test_a_table_whose_first_gradient_has_no_rows(P, nesterov, options):
+    def run(make, ranks, comm):
+        table = torch.nn.Embedding(50, 4, sparse=True, padding_idx=0, dtype=torch.float64)
+        torch.nn.init.ones_(table.weight)
+        optimizer = make(table.parameters(), 0.1, 0.9, nesterov=nesterov)
+        for indices in ([0, 0], [3], [0], [4, 3]):
+            optimizer.zero_grad()
+            table(torch.tensor(indices)).square().sum().backward()
+            optimizer.step()
+        return parameters(table)
+
+    compared(run, P=P, **options)
+
+
+@pytest.mark.parametrize("lr", [1.0, 1e-2])
+def test_small_rows_are_rounded_in_units_of_the_gradient(lr):
+    def program(comm):
+        table = torch.nn.Embedding(10, 3, sparse=True)
+        torch.nn.init.zeros_(table.weight)
+        optimizer = SparseSGD(table.parameters(), lr, comm=comm, algo="allgather", value_dtype="float16")
+        (table(torch.tensor([4])).sum() * 1e-5).backward()
+        optimizer.step()
+        return table.weight.detach()[4] / -lr
+
+    for moved in simulate(2, program).results:
+        torch.testing.assert_close(moved, torch.full((3,), 1e-5), rtol=0.02, atol=0.0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "nesterov": True}], ids=str)
+def test_weight_decay_of_half_precision_is_not_rounded_away(settings):
+    """A decay of less than a half unit in the last place counts, on average, as noise in the gradient lets it."""
+
+    def run(make, ranks, comm):
+        p, generator = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)), torch.Generator().manual_seed(0)
+        optimizer = make([p], 0.1, weight_decay=1e-2, **settings)
+        for _ in range(300):
+            p.grad = (0.1 * torch.randn(1000, generator=generator)).bfloat16()
+            optimizer.step()
+        return p.detach().float().mean()
+
+    expected = float(run(torch.optim.SGD, [0], None))
+
+    def program(comm):
+        return float(run(lambda *a, **s: SparseSGD(*a, comm=comm, algo="dense", **s), [0], comm))
+
+    assert simulate(2, program).results == [pytest.approx(expected, abs=0.05)] * 2 and expected < 0.8
+
+
 def test_sharded_parameters_are_refused():
     class DTensor(torch.Tensor):
         pass

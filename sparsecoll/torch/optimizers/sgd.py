@@ -284,7 +284,7 @@ class SparseSGD(torch.optim.Optimizer):
         self._replica.broadcast_buffers(outcome)
         left = self._flat.commit(self.param_groups, outcome.used) if sums else set()
         self._replica.context.step += 1
-        groups = {p: group for group in self.param_groups for p in group["params"]}
+        groups, unrated = {p: group for group in self.param_groups for p in group["params"]}, self._flat.unrated
         size, steps = self._replica.transport.size, self._replica.context.step * self._flat.keeps_momentum
         try:
             for bucket, value in sums:
@@ -292,7 +292,7 @@ class SparseSGD(torch.optim.Optimizer):
                     for name, update in updates(bucket.layout, value):
                         p = bucket.params[name]
                         if name in outcome.used or (update and name not in left):
-                            take_step(p, update, self.state, groups[p], size, steps)
+                            take_step(p, update, self.state, groups[p], size, steps, name not in unrated)
         except Exception as error:
             self._replica.suspect = True
             logger.error("rank %d: the step failed: %s", self._replica.transport.rank, error)

@@ -256,9 +256,12 @@ class Update:
             if rule.decay:
                 buffer.add_(p, alpha=rule.damp * rule.decay)
         if buffer is None or rule.nesterov:
+            exact = p.float() if rule.decay and p.itemsize < 4 else p  # a decay below the rounding counts with the sum
             if rule.decay:
-                p.mul_(1 - rule.lr * rule.decay)
-            self.add_to(p, -rule.lr * rule.share)
+                exact.mul_(1 - rule.lr * rule.decay)
+            self.add_to(exact, -rule.lr * rule.share)
+            if exact is not p:
+                p.copy_(exact)
         if buffer is not None:
             p.sub_(buffer, alpha=rule.lr * rule.momentum if rule.nesterov else rule.lr)
 
@@ -348,7 +351,9 @@ def updates(layout: Layout, value: Vector | RowSparse) -> Iterator[tuple[str, Up
         yield name, SparseUpdate(part, offset, device)
 
 
-def take_step(p: torch.Tensor, update: Update, states: Any, group: dict[str, Any], ranks: int, steps: int) -> None:
+def take_step(
+    p: torch.Tensor, update: Update, states: Any, group: dict[str, Any], ranks: int, steps: int, rated: bool
+) -> None:
     """Take a step on the mean gradient.
 
     Args:
@@ -356,10 +361,11 @@ def take_step(p: torch.Tensor, update: Update, states: Any, group: dict[str, Any
         states: the state of an optimizer, by parameter.
         group: the options of torch.optim.SGD.
         steps: number of steps up to this one, if the gradient has had momentum before its compression; otherwise 0.
+        rated: whether the sum is in units of the learning rate, unless there is momentum.
     """
     rule = Rule.of(group, ranks)
     if steps and not isinstance(update, RowUpdate):
         rule = rule.without_momentum(steps)
-    elif not (steps or rule.momentum):  # the sum is in units of the learning rate
+    elif rated and not (steps or rule.momentum):
         rule = rule._replace(lr=1.0, decay=rule.lr * rule.decay)
     update.step(p, states, rule)

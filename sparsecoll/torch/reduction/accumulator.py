@@ -189,15 +189,20 @@ class Accumulator(Owner):
 
     def _weights(self, groups: Iterable[Group], scale: float) -> dict[str, tuple[float, float]]:
         """Return (a, b) by parameter: acc = a * residual + b * gradient; b is the learning rate if it is `rated`."""
-        weights = dict.fromkeys(self.names.values(), (1.0, 1.0))
+        weights, unrated = dict.fromkeys(self.names.values(), (1.0, 1.0)), self.unrated
         for group in groups:
             lr, rated = float(group["lr"]), self.rated(group)
             for p in filter(self.names.__contains__, group["params"]):  # others come in after this sum
                 a, name = 1.0, self.names[p]
                 if self._rated.get(name, rated) != rated:  # momentum was switched on or off
                     a = lr if rated else 1 / lr if lr else 1.0
-                weights[name] = a, (lr if rated else 1.0) / scale
+                weights[name] = a, (lr if rated and name not in unrated else 1.0) / scale
         return weights
+
+    @property
+    def unrated(self) -> set[str]:
+        """The parameters whose rows have no residual, so that they are sent in units of the gradient."""
+        return {bucket.layout.names[0] for bucket, c in self._buckets if bucket.layout.rows and not c.keeps_gradient}
 
     def rated(self, group: Group) -> bool:
         """Return whether residuals of a group are in units of learning rate * gradient."""

@@ -93,8 +93,6 @@ class RowBucket(Bucket):
         mean, self.mean_rows = self.mean_rows, None
         assert mean is not None
         (p,), rows, values = self.params.values(), CPU.tensor(mean.rows), CPU.tensor(mean.values)
-        if not mean.nnz:  # autograd resizes what it adds rows to if there are none, which NumPy's memory does not allow
-            rows, values = rows.clone(), values.clone()
         return rows_like(p, rows, values if scale == 1.0 else values * scale)
 
     def new_grads(self, names: Collection[str], scale: float = 1.0) -> NewGrads:

@@ -199,6 +199,8 @@ def rows_like(p: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torc
         values: of these rows, in the shape (len(rows), d).
     """
     values = values.reshape(-1, *p.shape[1:]).to(p.device, p.dtype)
+    if not rows.numel():  # torch resizes what it adds rows to if there are none, which NumPy's memory does not allow
+        rows, values = rows.clone(), values.clone()
     return torch.sparse_coo_tensor(
         rows.view(1, -1).to(p.device), values, p.shape, device=p.device, is_coalesced=True, check_invariants=False
     )
