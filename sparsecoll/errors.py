@@ -29,6 +29,12 @@ def on_all_ranks(error: RuntimeError) -> RuntimeError:
     return error
 
 
+def is_known(error: BaseException, transport: Any) -> bool:
+    """Return whether all ranks of a communicator raise an exception, since a call on it, or each by itself, did."""
+    known = getattr(error, "on_all_ranks", False)
+    return known is True or known == transport.number
+
+
 def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
     """Raise unless the value of an argument is one of several.
 

@@ -87,7 +87,14 @@ class Residual:
                 residual; the residual is as before.
         """
         check_part("contributed", contributed, self._acc)
-        self._acc.subtract_at(contributed)
+        self._subtract(contributed)
+
+    def _subtract(self, sent: SparseVector | DenseVector) -> None:
+        """Subtract entries; of an infinity or a NaN that was sent, nothing is left."""
+        self._acc.subtract_at(sent)
+        if sent.first_not_finite() is not None:
+            entries = sent.to_sparse()
+            self._acc.values[entries.indices[~np.isfinite(entries.values)]] = 0
 
     def take(self, gradient: NDArray[Any], selector: Selector, k: int, scale: float = 1.0) -> SparseVector:
         """Add scale * gradient, select about k entries and clear them, in one pass if the selector allows it.
@@ -140,7 +147,7 @@ class Residual:
             check_part("contributed", contributed, self._acc)
         self._acc.add_at(taken.to_sparse())
         if contributed is not None:
-            self._acc.subtract_at(contributed)
+            self._subtract(contributed)
 
 
 def check_part(name: str, part: Any, acc: DenseVector | RowSparse) -> None:
@@ -224,8 +231,10 @@ class RowResidual:
         """
         check_part("contributed", contributed, self.rows)
         acc, dtype = self.rows, self.rows.dtype
-        rest = RowSparse.merge([acc.intersect(contributed), -contributed.astype(dtype)], dtype).drop_zeros()
-        self.rows = RowSparse.join([acc.difference(contributed), rest])
+        rest = RowSparse.merge([acc.intersect(contributed), -contributed.astype(dtype)], dtype)
+        if contributed.first_not_finite() is not None:  # of an infinity or a NaN that was sent, nothing is left
+            rest = rest.with_values(np.where(np.isfinite(rest.values), rest.values, dtype.type(0)))
+        self.rows = RowSparse.join([acc.difference(contributed), rest.drop_zeros()])
 
 
 class LazyAccumulator(DenseVector):

@@ -7,6 +7,7 @@ do not block; so algorithms need no tags. A message that was sent from GPU memor
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from sparsecoll.transport.tags import ANY, ERROR_TAG, FIRST_TAG, REVOKE_TAG, Cal
 from sparsecoll.transport.waiting import Watchdog, out_of_use
 
 T = TypeVar("T")
+_numbers = itertools.count(1)
 Ranks = Callable[[], Iterable[int]]
 
 
@@ -56,6 +58,7 @@ class Transport(ABC):
         history: for each of the last HISTORY calls the numbers in its tags: that of its name, then for each agreement
             that of its messages, or -1 if it had none, and that of what was agreed on.
         notices: for each rank that has waited long for this one, the tag for which it waits.
+        number: of this transport in this process, from 1 on.
         serial: greater than that of any earlier communicator of one of the ranks, if their messages might be mixed up.
         agreed: dict from a checksum of what all ranks have agreed on to its number, the least recently used first.
         validated: arguments that have been validated on this communicator, see `collectives.allreduce.arguments_of`.
@@ -75,7 +78,7 @@ class Transport(ABC):
     cure = "use each communicator from one thread at a time"
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.number = rank, size, next(_numbers)
         self.traffic = Traffic()
         self.timeout: float | None = None
         self.nodes: list[list[int]] | None = None

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.errors import CommunicationError, NonFiniteError
+from sparsecoll.errors import CommunicationError, NonFiniteError, is_known
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.all_ranks import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.base import Transport
@@ -109,11 +109,11 @@ class CollectiveCall:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        transport, known = self.transport, error is None or getattr(error, "on_all_ranks", False)
+        transport, known = self.transport, error is None or is_known(error, self.transport)
         try:
             if isinstance(error, Exception) and not known:
                 agreed = _resolve_failure(transport, self.signature, self.state, error)
-                agreed.on_all_ranks = known = True  # type: ignore[attr-defined]
+                agreed.on_all_ranks, known = transport.number, True  # type: ignore[attr-defined]
                 raise agreed from error
         finally:
             if not known:

@@ -15,7 +15,7 @@ from sparsecoll.transport.network import Costs, Network, check_model
 from sparsecoll.transport.virtual_ranks import Schedule, SimTransport, Stopped, World
 
 T = TypeVar("T")
-_STACK_BYTES = 1 << 20
+_STACK_BYTES, _STACK_LOCK = 1 << 20, threading.Lock()
 _TICK_SECONDS = 0.2  # after which an interrupt is seen whose signal another thread has taken
 _STOP_SECONDS = 1.0  # that an interrupt waits for a rank that computes; it ends in its next call
 
@@ -191,14 +191,15 @@ def simulate(
         world.finished.add(rank)
         world.pass_baton()
 
-    previous = threading.stack_size(_STACK_BYTES)
     threads = [threading.Thread(target=program, args=(rank,), daemon=True) for rank in range(P)]
     try:
-        try:
-            for thread in threads:
-                thread.start()
-        finally:
-            threading.stack_size(previous)
+        with _STACK_LOCK:  # the size is that of threads of the whole process
+            previous = threading.stack_size(_STACK_BYTES)
+            try:
+                for thread in threads:
+                    thread.start()
+            finally:
+                threading.stack_size(previous)
         world.pass_baton()
         while not world.done.wait(_TICK_SECONDS):
             pass

@@ -208,6 +208,8 @@ def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
     if dtype.name == "bfloat16":
         narrow: Array = kernels_of(values).to_bfloat16(saturating_cast(values, np.dtype(np.float32)).reshape(-1))
         return narrow.view(dtype).reshape(values.shape)
+    if values.dtype.name == "bfloat16" and dtype == np.float16:
+        values = saturating_cast(values, np.dtype(np.float32))
     if values.ndim == 2 and dtype == np.float32 and values.dtype.itemsize == 2 and is_float(values.dtype):
         flat, half = values.reshape(-1), values.dtype == np.float16
         wide = kernels_of(flat).from_float16(flat) if half else kernels_of(flat).from_bfloat16(flat.view(np.uint16))

@@ -22,6 +22,22 @@ from sparsecoll.transport.waiting import check_environment
 CALL = importlib.import_module("sparsecoll.transport.call")
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+def test_what_ranks_of_another_communicator_raise_is_not_known_here(parts):
+    """Its ranks are halves of these, or one by itself."""
+
+    def program(comm):
+        part = comm.Split(comm.rank * parts // comm.size)
+        text = r"^rank 0: rank 0: x: expected finite values, got NaN"
+        with pytest.raises(ValueError, match=text) as raised, CollectiveCall(comm.transport, "whole"):
+            sparsecoll.allreduce(part, {0: np.nan if comm.rank == 0 else 1.0})
+            allgather(comm.transport, np.array([comm.rank]))
+        return str(raised.value), sparsecoll.allreduce(comm, {0: 1.0})
+
+    results = simulate(4, program).results
+    assert len({text for text, _ in results}) == 1 and [y for _, y in results] == [{0: 4.0}] * 4
+
+
 @pytest.mark.parametrize("P", [2, 5])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_rank_that_fails_between_messages_is_heard_by_all(name, P):

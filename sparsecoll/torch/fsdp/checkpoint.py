@@ -151,10 +151,11 @@ class Checkpoint:
 
         reader, metadata = together("load", opened)  # before each call of torch, in which ranks wait for each other
         about: dict[str, Any] = {key: {"compressor": "", "step": 0}}
-        load(about, storage_reader=reader)
+        read = partial(load, storage_reader=reader, no_dist=True)  # other ranks of the job may not have this model
+        together("load", partial(read, about))
         fitting = partial(self._fitting, state, shards, metadata, key, about[key]["compressor"])
         template: dict[str, Any] = together("load", fitting)
-        load({key: template}, storage_reader=reader)
+        together("load", partial(read, {key: template}))
         return template
 
     def _fitting(

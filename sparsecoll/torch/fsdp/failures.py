@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from sparsecoll.errors import is_known
 from sparsecoll.torch.replica.calls import collective
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import barrier
@@ -52,7 +53,7 @@ class Failures:
                     result = function(*args)
                 except Exception as error:
                     known = getattr(error, "known_on", None)
-                    if known is None and getattr(error, "on_all_ranks", False):  # a call of the buckets
+                    if known is None and is_known(error, self._transport):  # a call of the buckets
                         known = self._transport
                     if known is not None or self.error is None:
                         self.error = error

@@ -364,8 +364,7 @@ class DistributedOptimizer(Wrapper):
                     result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
                 self._engine.after_step()
         except Exception as error:
-            if not getattr(error, "on_all_ranks", False):
-                self._engine.failed_step(error)
+            self._engine.failed_step(error)
             raise
         return result
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparsecoll.errors import NonFiniteError, on_all_ranks
+from sparsecoll.errors import NonFiniteError, is_known, on_all_ranks
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.hooks import (
@@ -82,8 +82,7 @@ class Engine(Reducer):
         self._synchronizing, self.asked = True, False
         before = getattr(optimizer, "register_step_pre_hook", None)
         self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
-        self._outcome = NO_OUTCOME  # of the last reduction
-        self.number = -1
+        self._outcome, self.number = NO_OUTCOME, -1  # of the last reduction; see above
 
     # -- parameters
 
@@ -307,8 +306,9 @@ class Engine(Reducer):
 
     def failed_step(self, error: Exception) -> None:
         """The optimizer has raised on this rank: tell the others, who may have stepped, in their next reduction."""
-        self.replica.suspect = True
-        logger.error("rank %d: the wrapped optimizer's step failed: %s", self.replica.transport.rank, error)
+        if not is_known(error, self.replica.transport):
+            self.replica.suspect = True
+            logger.error("rank %d: the wrapped optimizer's step failed: %s", self.replica.transport.rank, error)
 
     def skip(self, updated: bool = False) -> None:
         """Skip this step, because gradients are set to zero, unless the loop has updated parameters by itself.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.errors import NonFiniteError
+from sparsecoll.errors import NonFiniteError, is_known
 from sparsecoll.telemetry import trace
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
@@ -207,7 +207,7 @@ class Reducer(Owner):
 
         def agree() -> Outcome:
             failed = self._failed
-            known = getattr(failed, "on_all_ranks", False)
+            known = failed is not None and is_known(failed, self.replica.transport)
             return NO_OUTCOME if known else self.replica.agree(name, row, lambda _: digest, failed)
 
         start = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from sparsecoll.errors import CommunicationError, check_flag, check_integer
+from sparsecoll.errors import CommunicationError, check_flag, check_integer, is_known
 from sparsecoll.formats import Buffer
 from sparsecoll.torch.tensors.layout import has_rows, takes_part
 from sparsecoll.torch.tensors.model import Named
@@ -102,7 +102,7 @@ def agreed(transport: Transport, timeout: float | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not getattr(error, "on_all_ranks", False):
+        if not is_known(error, transport):
             collective(transport, "after an exception", timeout, lambda _: None, failed=error)
         raise
 

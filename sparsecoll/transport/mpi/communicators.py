@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from sparsecoll.errors import CommunicationError
+from sparsecoll.errors import CommunicationError, is_known
 from sparsecoll.transport import process
 from sparsecoll.transport.mpi.transport import CALL_BEFORE, FINALIZED, MpiTransport
 from sparsecoll.transport.mpi.waiting import Waiter
@@ -21,6 +21,7 @@ from sparsecoll.transport.waiting import CALL_PARENT, FORKED, Abandoned, out_of_
 
 _lock = threading.Lock()
 _keyval: list[int] = []
+LAST_SECONDS = 5.0  # beyond the timeout of a first call, once all ranks have come
 _serial = [0]  # the greatest one of this process's transports
 _kept: list[MpiTransport | Abandoned] = []  # whose memory MPI may still use
 _process = os.getpid()  # one that was forked from it must call nothing of MPI
@@ -82,13 +83,14 @@ def _duplicate(comm: MPI.Intracomm, timeout: float | None, serial: NDArray[Any])
     """Return a transport over a duplicate of `comm`.
 
     MPI_Comm_dup has no timeout. Two barriers come first, so that a rank only enters it if all others do: after the
-    first barrier it knows that all ranks are here, and after the second that none of them had timed out by then. The
-    barriers are reductions, which find the serial number.
+    first barrier it knows that all ranks are here, and after the second that none of them had timed out by then. For
+    the second they have some seconds more. The barriers are reductions, which find the serial number.
     """
     what = "waits for all ranks to make their first call on the communicator"
-    waiter = Waiter(comm.rank, lambda: what, timeout, abort=partial(comm.Abort, 1))
     try:
-        for _ in range(2):
+        for more in (0.0, LAST_SECONDS):
+            limit = None if timeout is None else timeout + more
+            waiter = Waiter(comm.rank, lambda: what, limit, abort=partial(comm.Abort, 1))
             request = comm.Iallreduce(MPI.IN_PLACE, serial, MPI.MAX)
             while not request.Test():
                 waiter.pause()
@@ -128,7 +130,7 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> N
 def _tell_others(transport: MpiTransport) -> None:
     """Before a communicator is freed, tell ranks that may go on with its calls of the exception in this one's way."""
     error = sys.exc_info()[1]
-    if not (error is None or transport.broken or getattr(error, "on_all_ranks", False)):
+    if not (error is None or transport.broken or is_known(error, transport)):
         transport.broken = f"rank {transport.rank} has freed it after {error!r}"
     if transport.broken:
         transport.revoke(report_of(transport.broken))
