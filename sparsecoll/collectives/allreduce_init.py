@@ -12,7 +12,7 @@ from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.collectives.signature import Algo, AnyComm, Dense, Given, ReduceOptions, T, Triple, Unpack, X, takes
 from sparsecoll.select import Vector
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
-from sparsecoll.transport.progress import Request, in_background
+from sparsecoll.transport.progress import Request, requests_of
 from sparsecoll.vector import DenseVector, SparseVector
 
 NAME = "allreduce_init"
@@ -157,7 +157,7 @@ class Plan(Generic[R]):
         Args:
             x: as for the plan itself; do not change it until the call has finished.
         """
-        return Request(in_background(self._transport, lambda: self._result(x)))
+        return requests_of(self._transport).start(lambda: self._result(x))
 
     def __repr__(self) -> str:
         return f"Plan({self._selecting.name}, {self._transport.size} ranks)"

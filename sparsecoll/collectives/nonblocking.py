@@ -30,7 +30,7 @@ from sparsecoll.collectives.reduce import reduce
 from sparsecoll.collectives.reduce_scatter import reduce_scatter
 from sparsecoll.collectives.scatter import scatter
 from sparsecoll.transport import as_transport
-from sparsecoll.transport.progress import Request, in_background
+from sparsecoll.transport.progress import Request, requests_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def nonblocking(call: Callable[P, T]) -> Callable[P, Request[T]]:
         bound = signature.bind(*args, **kwargs)
         transport = as_transport(bound.arguments["comm"], bound.arguments.get("timeout"))
         bound.arguments["comm"] = transport
-        return Request(in_background(transport, lambda: call(*bound.args, **bound.kwargs)))
+        return requests_of(transport).start(lambda: call(*bound.args, **bound.kwargs))
 
     name, (_, _, text) = call.__name__, (call.__doc__ or "").partition("Args:")
     paragraph = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[0].replace("\n", "\n    ")

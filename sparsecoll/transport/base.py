@@ -52,6 +52,7 @@ class Transport(ABC):
         nodes: the ranks on each node, see `all_ranks.node_members`; None if not known yet.
         groups: transports of some of the ranks, see `Channel.group`.
         sharers: weak references to the objects that make calls by themselves, by number.
+        requests: the nonblocking calls, see `progress.Requests`; None before the first one.
         worker: executes all calls once there has been a nonblocking one, see `progress.Worker`; None before.
         tag: tag with which messages are sent, and expected to be received, see `tag_of`.
         calls: number of calls made on this transport.
@@ -85,6 +86,7 @@ class Transport(ABC):
         self.groups: dict[tuple[int, ...], Transport] = {}
         self.sharers: dict[int, Any] = {}
         self.worker: Any = None
+        self.requests: Any = None
         self._caller = threading.RLock()  # held by the thread that makes a blocking call
         self.tag = FIRST_TAG
         self.calls = self.serial = self.epoch = 0

@@ -248,6 +248,7 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
     if transport.broken and isinstance(error, CallMismatch):
         error = out_of_use(transport.broken, transport.cure)
     report: dict[str, Any] = {"call": call, "state": state, "number": transport.calls, "error": None}
+    report["request"] = transport.requests.running[0] if transport.requests else 0
     if not isinstance(error, CallMismatch):
         report["error"] = {"type": type(error).__name__, "text": str(error)[:TEXT_SENT]}
     if transport.broken:
@@ -271,8 +272,10 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
             transport.revoke(report_of(**report | {"broken": other["broken"], "error": other["error"]}))
             return CommunicationError(other["error"]["text"])
     reports.insert(transport.rank, json.loads(bytes(report_of(**report))))
-    transport.calls = max(other["number"] for other in reports)
-    return _raised_error(reports)
+    transport.calls, raised = max(other["number"] for other in reports), _raised_error(reports)
+    if transport.requests:
+        transport.requests.fail(max(other["request"] for other in reports), raised)
+    return raised
 
 
 def _raised_error(reports: list[dict[str, Any]]) -> Exception:

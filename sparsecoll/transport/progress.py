@@ -32,8 +32,8 @@ class Request(Generic[T]):
         waited_for: whether `wait` has returned the result or raised the exception of the call.
     """
 
-    def __init__(self, future: Future[T]) -> None:
-        self._future = future
+    def __init__(self, future: Future[T], seen: Callable[[], None] = lambda: None) -> None:
+        self._future, self._seen = future, seen  # called when the exception of the call is raised
         self._process = os.getpid()
         self.waited_for = False
 
@@ -60,6 +60,9 @@ class Request(Generic[T]):
             if self._future.done():  # since then, or it is the call's own
                 return self._future.result()
             raise CommunicationError(f"the call has not finished within {timeout} s; it continues") from error
+        except Exception:
+            self._seen()
+            raise
         finally:
             self.waited_for = self._future.done()
 
@@ -120,6 +123,56 @@ class Request(Generic[T]):
         self._future.add_done_callback(wake)
         yield from finished.wait().__await__()
         return self.wait()
+
+
+class Requests:
+    """The nonblocking calls on a communicator, which all ranks start in the same order.
+
+    A rank that has finished a call when another one fails in it raises in the next one (see `CollectiveCall`). If that
+    is one that the others have started, too, before they saw the exception, they raise in that one as well; otherwise
+    their later calls would meet other ones.
+
+    Attributes:
+        running: the number of the one under way, and how many exceptions of them had been seen when it was started.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._started, self._seen, self.running = transport, 0, 0, (0, 0)
+        self._failed: tuple[int, int, Exception] | None = None
+
+    def start(self, call: Callable[[], T]) -> Request[T]:
+        """Start a call in the background, after earlier ones."""
+        self._started += 1
+        number, seen = self._started, self._seen
+
+        def execute() -> T:
+            if self._failed is not None:
+                last, since, error = self._failed
+                if number <= last and seen == since:
+                    raise type(error)(*error.args)
+            self.running = number, seen
+            try:
+                return call()
+            finally:
+                self.running = 0, 0
+
+        return Request(in_background(self._transport, execute), self._saw)
+
+    def _saw(self) -> None:
+        self._seen += 1
+
+    def fail(self, last: int, error: Exception) -> None:
+        """Raise `error` in all calls up to number `last`, which another rank was in when the one under way failed."""
+        number, seen = self.running
+        if 0 < number < last:
+            self._failed = last, seen, error
+
+
+def requests_of(transport: Transport) -> Requests:
+    """Return the nonblocking calls on a communicator."""
+    if transport.requests is None:
+        transport.requests = Requests(transport)
+    return transport.requests  # type: ignore[no-any-return]
 
 
 def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:

@@ -6,7 +6,7 @@ from cases import case, same_bits
 from failing import fail_at, unpatch
 
 import sparsecoll
-from sparsecoll import CommunicationError, simulate
+from sparsecoll import CommunicationError, SparseVector, simulate
 
 P = 3
 CALLS = {
@@ -81,3 +81,44 @@ def test_all_ranks_repeat_a_step_that_ends_with_a_call_of_all(name):
     for failing in range(5):
         (steps,) = {tuple(steps) for steps in simulate(5, lambda comm, rank=failing: program(comm, rank)).results}
         assert steps[1].startswith(f"rank {failing}: ") and steps == (None, steps[1], None, None)
+
+
+STARTED = {
+    "igather": lambda comm, x: sparsecoll.igather(comm, x, 1),
+    "ireduce": lambda comm, x: sparsecoll.ireduce(comm, x, 1),
+    "iscatter": lambda comm, x: sparsecoll.iscatter(comm, x, 1),
+    "ibcast": lambda comm, x: sparsecoll.ibcast(comm, x, 1),
+    "ialltoallv": lambda comm, x: sparsecoll.ialltoallv(comm, {(comm.rank + 1) % P: x}),
+    "iallreduce": lambda comm, x: sparsecoll.iallreduce(comm, x),
+}
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("culprit", range(P))
+@pytest.mark.parametrize("name", STARTED)
+def test_calls_that_are_queued_behind_one_that_fails_meet_the_same_calls_on_all_ranks(name, culprit, known):
+    """They raise or are right, and so is what follows, whether a rank has finished the first one or not."""
+
+    def started(comm, x, wrong=False):
+        a, b = (SparseVector([i, comm.rank + 2], np.array([4.0**comm.rank, 1.0]) * 10**i, 9) for i in range(2))
+        made = [STARTED[name](comm, "wrong" if wrong and comm.rank == culprit else x)]
+        return made + [sparsecoll.iallreduce(comm, each, k=2) for each in (a, b)]
+
+    def outcomes(requests):
+        for request in requests:
+            try:
+                y = request.wait(60)
+                yield y.to_dense().tolist() if isinstance(y, SparseVector) else None
+            except (CommunicationError, TypeError):
+                yield "raised"
+
+    def program(comm):
+        x = case("random", comm.rank, P)
+        right = list(outcomes(started(comm, x)))[1:] if known else None
+        seen = list(outcomes(started(comm, x, wrong=True)))[1:]
+        total = sparsecoll.allreduce(comm, {0: 1.0})
+        again = list(outcomes(started(comm, x)))[1:]
+        assert again == right or not known
+        return total, [got in ("raised", expected) for got, expected in zip(seen, again, strict=True)]
+
+    assert simulate(P, program).results == [({0: 3.0}, [True, True])] * P

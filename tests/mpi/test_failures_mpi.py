@@ -124,6 +124,23 @@ def test_calls_in_the_background_fail_and_go_on(comm, algo):
             assert request.wait(60).values.tolist() == [comm.size]
 
 
+@pytest.mark.parametrize("turn", range(4))
+def test_calls_that_are_queued_behind_a_gather_that_fails_are_right_or_raise(comm, turn):
+    """Ranks that have only sent in the gather may be in the next call when they hear of the failure."""
+    x, last = SparseVector([comm.rank], [1.0], comm.size + 2), comm.size - 1
+    a, b = (SparseVector([comm.size + i], [10.0**i], comm.size + 2) for i in range(2))
+    for wrong in (False, True, False):
+        requests = [sparsecoll.igather(comm, "x" if wrong and comm.rank == last else x)]
+        requests += [sparsecoll.iallreduce(comm, y, k=2) for y in (a, b)]
+        for i, request in enumerate(requests):
+            try:
+                y = request.wait(60)
+                assert i == 0 or y.values.tolist() == [comm.size * 10.0 ** (i - 1)]
+            except (TypeError, CommunicationError):
+                assert wrong
+        assert sparsecoll.allreduce(comm, {0: 1.0}) == {0: comm.size}
+
+
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="needs MPI")
 def test_first_calls_of_two_threads(comm, monkeypatch):
     """The second one is refused. A first call that was interrupted may have sent something: there is no other one."""

@@ -182,3 +182,24 @@ def test_a_checkpoint_without_this_state_is_refused(comm, path):
     _, other = attached(1, "topk", Linear())
     with pytest.raises(ValueError, match=r"checkpoint: expected residual of 'a\.weight', got none"):
         other.load(path)
+
+
+def test_some_of_the_ranks_may_load_a_model_of_their_own(comm, path):
+    """As an actor on one half of the ranks and a critic on the other."""
+    half = [*range((W + 1) // 2)]
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", half)
+    if comm.rank in half:
+        for load in (False, True):
+            model = Net()
+            torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+            reductions = sparsecoll.torch.fsdp.attach(model, compressor="topk")
+            if load:
+                reductions.load(path)
+                break
+            model(batch(comm.rank, 0)[0]).square().sum().backward()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            saved = reductions.state_dict()
+            dcp.save({"sparsecoll": saved}, checkpoint_id=path, process_group=mesh.get_group())
+        for kind, own in reductions.state_dict()["tensors"].items():
+            assert all(torch.equal(t.to_local(), saved["tensors"][kind][name].to_local()) for name, t in own.items())
+    comm.Barrier()

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from sparsecoll import DenseVector, Residual, SparseVector, select
+import sparsecoll
+from sparsecoll import DenseVector, Residual, RowResidual, RowSparse, SparseVector, select, simulate
 from sparsecoll.select import ThresholdReuse
 
 
@@ -155,3 +156,31 @@ def test_thresholds_follow_values_that_fall_by_more_than_floats_can_hold():
     selector = ThresholdReuse()
     for scale in (1e200, 1e-200, 1e200):
         assert selector.select(DenseVector(scale * np.arange(1, 101)), 10).nnz >= 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "algo"), [(np.inf, "dense"), (-np.inf, "allgather"), (np.nan, "dense"), (np.inf, "oktopk")]
+)
+def test_nothing_is_left_of_an_infinity_or_nan_that_was_sent(wrong, algo):
+    class Everything(select.Selector):
+        def select(self, x, k):
+            return DenseVector(x.values.copy()).to_sparse()
+
+    def program(comm):
+        gradient = np.array([1, 2, 3, 4], np.float32)
+        gradient[comm.rank] = wrong
+        density = None if algo == "dense" else 1.0
+        given, seen = {"nonfinite": "pass", "return_reduction": True}, []
+        dense, sparse, rows = Residual(4), Residual(4), RowResidual(4, 1)
+        for _ in range(2):
+            acc = dense.compensate(gradient)
+            dense.update(sparsecoll.allreduce(comm, acc, algo, density=density, **given).contributed)
+            taken = sparse.take(gradient, Everything(), 4)
+            sparse.restore(taken, sparsecoll.allreduce(comm, taken, **given).contributed)
+            x = rows.compensate(RowSparse(np.arange(4), gradient[:, None], 4))
+            rows.update(sparsecoll.allreduce(comm, x, **given).contributed)
+            seen += [dense.array, sparse.array, rows.rows.values]
+            gradient = np.ones(4, np.float32)
+        return all(np.isfinite(values).all() for values in seen)
+
+    assert all(simulate(2, program).results)

@@ -1,6 +1,8 @@
 """The simulator: order, clock, deadlock report, failures."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -140,6 +142,13 @@ def test_runs_are_repeatable_and_1024_ranks_fit():
     assert first.results == second.results == [33.0] * 33
     assert first.seconds == second.seconds
     assert simulate(1024, program).results == [1024.0] * 1024
+
+
+def test_simulations_in_several_threads_leave_the_size_of_stacks_as_it_was():
+    before, many = threading.stack_size(), 32
+    with ThreadPoolExecutor(8) as pool:
+        sums = list(pool.map(lambda P: simulate(P, lambda comm: comm.transport.size).results[0], range(2, many)))
+    assert sums == [*range(2, many)] and threading.stack_size() == before
 
 
 def test_bad_arguments():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -151,7 +152,12 @@ class Checkpoint:
 
         reader, metadata = together("load", opened)  # before each call of torch, in which ranks wait for each other
         about: dict[str, Any] = {key: {"compressor": "", "step": 0}}
-        read = partial(load, storage_reader=reader, no_dist=True)  # other ranks of the job may not have this model
+
+        def read(what: dict[str, Any]) -> None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                load(what, storage_reader=reader, no_dist=True)  # other ranks of the job may not have this model
+
         together("load", partial(read, about))
         fitting = partial(self._fitting, state, shards, metadata, key, about[key]["compressor"])
         template: dict[str, Any] = together("load", fitting)
