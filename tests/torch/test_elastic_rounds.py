@@ -12,6 +12,7 @@ import torch.distributed as dist  # noqa: E402
 from test_elastic_group import together  # noqa: E402
 from test_elastic_states import Layers  # noqa: E402
 
+from sparsecoll import simulate  # noqa: E402
 from sparsecoll.errors import NonFiniteError  # noqa: E402
 from sparsecoll.torch import ElasticGroup, LocalOptimizer  # noqa: E402
 
@@ -102,20 +103,23 @@ class Counting(torch.optim.SGD):
             group["k"] += 1
 
 
-def test_what_an_outer_optimizer_counts_in_its_groups_stays():
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_outer_optimizer_steps_once_for_a_mean_and_keeps_what_it_counts(elastic):
     store = dist.HashStore()
 
     def work(rank):
-        p = torch.nn.Parameter(torch.zeros(3))
-        outer = Counting([p], 1.0)
+        p, large = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2000))  # which have two buckets
+        outer = Counting([p, large], 1.0)
         outer.param_groups[0]["k"] = 0
-        group = ElasticGroup(store, workers=2, name=f"worker {rank}")
-        optimizer = LocalOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], group, every=1, outer=outer)
+        group = ElasticGroup(store, workers=2, name=f"worker {rank}") if elastic else rank
+        named = {"p": p, "large": large}.items()
+        optimizer = LocalOptimizer(torch.optim.SGD([p, large], 1.0), named, group, every=1, outer=outer)
         for _ in range(3):
             step(p, optimizer)
         return outer.param_groups[0]["k"]
 
-    assert together(lambda: work(0), lambda: work(1)) == [3, 3]
+    done = together(lambda: work(0), lambda: work(1)) if elastic else simulate(2, work).results
+    assert done == [3, 3]
 
 
 def test_fp16_is_refused():

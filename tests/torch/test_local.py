@@ -294,6 +294,26 @@ def test_frozen_parameters_that_the_user_moves_stay_where_they_are(in_optimizer)
     assert student == same and teacher != other
 
 
+def test_a_frozen_layer_that_moves_by_its_momentum_moves_alike_on_all_ranks():
+    """Its gradient is zero, not None."""
+
+    def program(comm):
+        model = net()
+        optimizer = LocalOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model, comm, every=4)
+        for step in range(13):
+            optimizer.zero_grad(set_to_none=False)
+            if step == 5:
+                model[0].requires_grad_(False)
+                before = model[0].weight.clone()
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        assert not torch.equal(model[0].weight, before)
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_what_a_layer_has_learned_before_it_is_frozen_takes_part_in_the_next_mean(resumed):
     def sgd(model):

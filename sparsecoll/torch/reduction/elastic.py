@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any
 
@@ -18,8 +18,8 @@ from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.means import Means, Trial, check_mean, shares_of
 from sparsecoll.torch.reduction.rounds import Contribution, ElasticGroup, Missed
 from sparsecoll.torch.reduction.state import LOCAL
+from sparsecoll.torch.reduction.window import may_move
 from sparsecoll.torch.replica.calls import LATE, Outcome
-from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Named, are_equal, is_finite
 from sparsecoll.transport.all_ranks import joined, separated
 
@@ -86,7 +86,7 @@ class ElasticMeans(Means):
     def _first(self) -> bytes:
         """Return the state with which all begin, with parameters that are frozen here as they have been loaded."""
         for name, p in self._params.items():
-            if not takes_part(p) and name not in self._moved:
+            if not may_move(p) and name not in self._moved:
                 self._shared[name].copy_(p.detach())
         return self._saved()
 
@@ -186,7 +186,7 @@ class ElasticMeans(Means):
 
     def state_dict(self) -> dict[str, Any]:
         state, shared = super().state_dict(), self._shared
-        frozen = {name: p for name, p in self._params.items() if not takes_part(p) and name not in self._moved}
+        frozen = {name: p for name, p in self._params.items() if not may_move(p) and name not in self._moved}
         changed = [name for name, p in frozen.items() if not are_equal(shared[name].to(p.device), p)]
         state[LOCAL]["before"] = {name: shared[name].clone() for name in changed}  # that this worker has changed itself
         return state
@@ -194,7 +194,7 @@ class ElasticMeans(Means):
     @torch.no_grad()
     def start_anew(self, name: str, root: int, everything: bool = False) -> None:
         for n, p in self._params.items():
-            if takes_part(p):
+            if may_move(p):
                 p.copy_(self._shared[n])
         self._group.last = ""
         super().start_anew(name, root, everything)
@@ -262,14 +262,15 @@ class ElasticMeans(Means):
             self._waits = 0
             super()._accept(bucket, flags)
 
-    def _apply(self, bucket: Bucket, alpha: float, flags: int) -> None:
-        here = {name for name in bucket.params if takes_part(self._params[name]) or name in self._moved}
-        before = {name: t.clone() for name, t in bucket.params.items() if flags & LATE or name not in here}
+    def _apply(self, buckets: Sequence[Bucket], alpha: float, flags: int) -> None:
+        params = {name: t for bucket in buckets for name, t in bucket.params.items()}
+        here = {name for name in params if may_move(self._params[name]) or name in self._moved}
+        before = {name: t.clone() for name, t in params.items() if flags & LATE or name not in here}
         own = {name: self._params[name].detach().clone() for name in before}
         if flags & LATE:
-            self._move(bucket)
+            self._move(buckets)
         else:
-            super()._apply(bucket, alpha, flags)
+            super()._apply(buckets, alpha, flags)
         for name, t in own.items():
             self._params[name].copy_(t)
         self._follow(before)
@@ -282,7 +283,7 @@ class ElasticMeans(Means):
                 own.copy_(shared)
             else:
                 own.add_((shared - then).to(own.device))
-                self._moved |= {name} if takes_part(own) else set()
+                self._moved |= {name} if may_move(own) else set()
 
     def _taken_with(self, number: int) -> Outcome:
         """Take a mean with the outer optimizers' options of the worker that has closed the round."""

@@ -19,10 +19,9 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.pace import Mean
 from sparsecoll.torch.reduction.shards import mesh_of, raise_on_all
-from sparsecoll.torch.reduction.window import Window
+from sparsecoll.torch.reduction.window import Window, may_move
 from sparsecoll.torch.replica.calls import JOINED, MEMBERS, Outcome, Row
 from sparsecoll.torch.replica.guards import fingerprint
-from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import is_finite, own_part
 from sparsecoll.transport.all_ranks import allgather
 from sparsecoll.transport.call import CollectiveCall
@@ -277,8 +276,8 @@ class Means(Window):
             if counts:
                 for bucket, _ in mean.buckets:
                     self._accept(bucket, outcome.flags)
-                for bucket, _ in mean.buckets:
-                    self._apply(bucket, self._pace.alpha if mean.delayed else 0.0, outcome.flags)
+                alpha = self._pace.alpha if mean.delayed else 0.0
+                self._apply([bucket for bucket, _ in mean.buckets], alpha, outcome.flags)
             else:
                 self._drop(mean)
                 self.steps += mean.steps if outcome.over else 0
@@ -329,27 +328,37 @@ class Means(Window):
         bucket.accept()
         bucket.versions.commit()
 
-    def _move(self, bucket: Bucket) -> None:
-        """Move the shared parameters of a bucket by its mean."""
-        rate = self._outer.rate(bucket.params.values())
-        with bucket.layout.device.stream_context():
-            if rate is not None and bucket.add_mean(-rate):
-                return
-            bucket.form_mean()
+    def _move(self, buckets: Sequence[Bucket]) -> None:
+        """Move the shared parameters of buckets by their means, one after the other if that needs less memory."""
+        for part in [[bucket] for bucket in buckets] if self._outer.keeps_nothing_in_common else [buckets]:
+            self._move_at_once(part)
+
+    def _move_at_once(self, buckets: Sequence[Bucket]) -> None:
+        rest = []
+        for bucket in buckets:
+            rate = self._outer.rate(bucket.params.values())
+            with bucket.layout.device.stream_context():
+                if rate is None or not bucket.add_mean(-rate):
+                    bucket.form_mean()
+                    rest.append(bucket)
+        if not rest:
+            return
         for own in self._outer.optimizers:
             own.zero_grad()  # what an earlier failure has left
-        bucket.assign_grads(bucket.new_grads(self._names_of(bucket)))
+        for bucket in rest:
+            bucket.assign_grads(bucket.new_grads(self._names_of(bucket)))
         for own in self._outer.optimizers:
             own.step()
-        for shared in bucket.params.values():
-            shared.grad = None
+        for bucket in rest:
+            for shared in bucket.params.values():
+                shared.grad = None
 
-    def _apply(self, bucket: Bucket, alpha: float, flags: int) -> None:
-        """Move the parameters of a bucket by its mean."""
-        self._move(bucket)
-        for name, shared in bucket.params.items():
+    def _apply(self, buckets: Sequence[Bucket], alpha: float, flags: int) -> None:
+        """Move the parameters of buckets by their means."""
+        self._move(buckets)
+        for name, shared in (pair for bucket in buckets for pair in bucket.params.items()):
             p, own = self._params[name], own_part(self._params[name])
-            if alpha and takes_part(p):
+            if alpha and may_move(p):
                 own.lerp_(shared.to(own.device), 1 - alpha)
                 self._moved.add(name)
             else:

@@ -143,6 +143,11 @@ class OuterOptimizers:
             for copy in [t for t in own.state if id(t) not in copies]:
                 del own.state[copy]
 
+    @property
+    def keeps_nothing_in_common(self) -> bool:
+        """Whether steps of some parameters each are the same as one of all, as with torch's own optimizers."""
+        return all(type(own) is Outer or type(own).__module__.startswith("torch.optim.") for own in self.optimizers)
+
     def rate(self, copies: Iterable[torch.Tensor]) -> float | None:
         """Return the learning rate if a step adds -rate * gradient to these copies, and has no other effect."""
         wanted, rates = set(map(id, copies)), set()

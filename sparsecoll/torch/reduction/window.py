@@ -19,10 +19,14 @@ from sparsecoll.torch.reduction.shards import Path, as_shard, mesh_of, place_of,
 from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, filled, local_of, local_parts, renamed_state
 from sparsecoll.torch.replica.calls import Options
 from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
-from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, are_equal, options_of, own_part
 from sparsecoll.transport import Transport
 from sparsecoll.transport.all_ranks import broadcast
+
+
+def may_move(p: torch.Tensor) -> bool:
+    """Return whether a step may move a parameter: a frozen one, too, by its momentum if its gradient is zero."""
+    return p.requires_grad or p.grad is not None
 
 
 class Window(Owner):
@@ -147,7 +151,7 @@ class Window(Owner):
 
         The user may have loaded them since the last mean, which the next one compares.
         """
-        names = {name for name, p in self._params.items() if name not in self._moved and takes_part(p)}
+        names = {name for name, p in self._params.items() if name not in self._moved and may_move(p)}
         own = {name: own_part(p) for name, p in self._params.items() if name in names}
         for name, t in own.items():
             before = self._shared[name]
@@ -176,7 +180,7 @@ class Window(Owner):
         self.release()
         if not self.steps:
             self._start()
-        behind = self._moved | self._last | {other for other, p in self._params.items() if takes_part(p)}
+        behind = self._moved | self._last | {other for other, p in self._params.items() if may_move(p)}
         if everything:
             for other in self._shared.keys() - behind:
                 self._shared[other].copy_(self._own[other])
