@@ -1,6 +1,7 @@
 """LocalOptimizer's means: what they send and hold in memory, and failures at any line."""
 
 import contextlib
+import copy
 import gc
 import logging
 import os
@@ -300,3 +301,51 @@ def test_acpsgd_forms_both_factors_of_every_fragment():
 
     same = simulate(2, program).results[0]
     assert len(same[0]) > 1 and not any(value for part in same for value in part.values())
+
+
+def test_residuals_of_a_wrapped_distributed_optimizer_are_saved():
+    """Gradients are averaged within a node of two ranks, and changes between the nodes."""
+
+    def made(comm, model):
+        node, across = comm.Split(comm.rank // 2), comm.Split(comm.rank % 2)
+        inner = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, node, SPARSE, dense_below=0)
+        return LocalOptimizer(inner, model, across, every=2, compressor=SPARSE, dense_below=0)
+
+    def program(comm):
+        model = net()
+        optimizer = made(comm, model)
+        train(comm, model, optimizer, range(4))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(comm, model, optimizer, range(4, 8))
+        again = net(seed=3)
+        resumed = made(comm, again)
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(comm, again, resumed, range(4, 8))
+        return bits(model), bits(again)
+
+    assert all(own == resumed for own, resumed in simulate(4, program).results)
+
+
+def test_a_device_that_one_rank_lacks_is_refused_on_all():
+    def program(comm):
+        with pytest.raises(CommunicationError, match=r"rank 1 failed: RuntimeError: .*nowhere"):
+            local(comm, net(), backup_device="nowhere" if comm.rank == 1 else None)
+
+    simulate(2, program)
+
+
+def test_states_of_inner_optimizers_are_those_of_all_until_they_are_released():
+    def program(comm):
+        model = net()
+        inner = [torch.optim.SGD(part.parameters(), 0.1) for part in (model[:3], model[3:])]
+        optimizer = LocalOptimizer(inner, model, comm, every=2)
+        train(comm, model, optimizer, range(2))
+        for call in (inner[0].state_dict, partial(inner[1].load_state_dict, inner[1].__dict__)):
+            with pytest.raises(RuntimeError, match="_dict: expected one inner optimizer, got several: use that of"):
+                call()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.close()
+        assert inner[0].param_groups[0]["lr"] == 0.1
+
+    simulate(2, program)

@@ -14,7 +14,7 @@ from sparsecoll.torch.compressors import Compressor, TopKCompressor, as_compress
 from sparsecoll.torch.optimizers.sgd_rules import WithoutMomentum, check_momentum, tell
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.state import LOCAL, STATE, without_numpy
+from sparsecoll.torch.reduction.state import INNER, LOCAL, STATE, without_numpy
 from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.replica.replica import restoring_groups
@@ -87,7 +87,8 @@ class Wrapper(torch.optim.Optimizer):
         """
         for before in state_dict_hooks(self, "state_dict_pre"):
             before(self)
-        state = {**self.optimizer.state_dict(), **self._engine.state_dict()}
+        inner = self.optimizer.state_dict()
+        state = {**inner, **self._engine.state_dict(), **({INNER: inner[STATE]} if STATE in inner else {})}
         without_numpy(state.get("param_groups", ()))
         for after in state_dict_hooks(self, "state_dict_post"):
             changed = after(self, state)
@@ -129,7 +130,7 @@ class Wrapper(torch.optim.Optimizer):
 
     def _load(self, state: dict[str, Any]) -> None:
         """Load a state, on all ranks or on none. Collective."""
-        inner = {name: value for name, value in state.items() if name not in (STATE, LOCAL)}
+        inner = {STATE if k == INNER else k: value for k, value in state.items() if k not in (STATE, LOCAL)}
         self._engine.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class LocalOptimizer(Wrapper):
     parameters yourself, such as those of a teacher that follows its student, do so right after a mean, when all ranks
     have the same student, or call `sparsecoll.torch.broadcast(teacher)` before you evaluate, save or unfreeze them.
     Values that you load or change yourself between a mean and the next step must be the same on all ranks: the next
-    mean raises CommunicationError otherwise.
+    mean without a delay (such as that of `synchronize`) raises CommunicationError otherwise.
 
     Args:
         optimizer: torch optimizer of floating-point parameters, or several that step together, as Muon and AdamW.
@@ -87,8 +87,8 @@ class LocalOptimizer(Wrapper):
             shared parameters; schedules may change its rates, on all ranks alike.
         fragments: number of fragments, made equal in bytes, or a list of modules or of lists of parameters; parameters
             that are in none join the smallest one (default: one, of all parameters).
-        delay: number of steps while a mean is formed, fewer than `every` (default: 0). Buffers are then the same only
-            after `synchronize`.
+        delay: number of steps while a mean is formed, fewer than `every` (default: 0); one more for some fragments if
+            these do not divide `every`. Buffers are then the same only after `synchronize`.
         alpha: share of its own parameters that a rank keeps after them (default: 0, so that those steps are lost).
         weight: function that returns this rank's weight in the next mean, as its number of samples, at least 0
             (default: all ranks weigh the same); it may be called several times for a mean. Changes of weight 0 are
@@ -142,7 +142,9 @@ class LocalOptimizer(Wrapper):
         transport = LocalTransport() if group else communicator(comm, timeout)
         model, signature = model_of(named_parameters), dict[str, Any]()
 
-        def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, list[torch.optim.Optimizer], Pace]:
+        def made(
+            call: CollectiveCall,
+        ) -> tuple[Named, Named, Compressor, Options, list[torch.optim.Optimizer], Pace, Any]:
             pace = Pace(every, fragments, delay, alpha, weight)
             guards.refuse_wrapped(model, "named_parameters", within=False)
             guards.refuse_renormalized(model if group or transport.size > 1 else None)
@@ -170,10 +172,11 @@ class LocalOptimizer(Wrapper):
             signature.pop("every")
             if group is not None and not own.stands_alone:
                 raise ValueError(f"compressor: expected 'none' or 'chunktopk' with an ElasticGroup, got {own.name!r}")
+            device = None if backup_device is None else torch.empty(0, device=backup_device).device
             broadcast_tensors(transport, others.values())
-            return given, params, own, options, outers, pace
+            return given, params, own, options, outers, pace, device
 
-        given, params, own, options, outers, pace = collective(transport, "LocalOptimizer", timeout, made)
+        given, params, own, options, outers, pace, device = collective(transport, "LocalOptimizer", timeout, made)
         if transport.rank == 0:
             for one in outers:
                 guards.warn_of_momentum(one, own)
@@ -181,7 +184,6 @@ class LocalOptimizer(Wrapper):
         self._every, self._held, self._closed, self._steps_inside = every, False, False, False
         guards.refuse_steps_outside(self)
         names = given.items if model is None else model.named_parameters
-        device = None if backup_device is None else torch.device(backup_device)
         arguments: Any = transport, optimizer, OuterOptimizers(outers), own, model, names, options, pace, device
         self._engine = Means(*arguments) if group is None else ElasticMeans(group, signature, *arguments)
         self._engine.regroup(params)
@@ -352,8 +354,8 @@ class LocalOptimizer(Wrapper):
         """Take no more means: each rank continues by itself."""
         self._closed = True
         self._engine.close()
-        for inner in getattr(self.optimizer, "_optimizers", ()):
-            vars(inner).pop("add_param_group", None)
+        if isinstance(self.optimizer, Together):
+            self.optimizer.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's zero_grad."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+
+REFUSED = "add_param_group", "state_dict", "load_state_dict"  # what acts on the state or the groups of all
 
 
 class Together(torch.optim.Optimizer):
@@ -27,7 +31,8 @@ class Together(torch.optim.Optimizer):
         self.param_groups = [group for own in optimizers for group in own.param_groups]
         for own in optimizers:
             self.state.update(own.state)
-            own.add_param_group = self.add_param_group  # type: ignore[method-assign]
+            for name in REFUSED:
+                setattr(own, name, partial(_refuse, name))
         self._share()
 
     def _share(self) -> None:
@@ -54,5 +59,15 @@ class Together(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the start, for these optimizers, too: the group would belong to one of them or to all."""
         if hasattr(self, "_optimizers"):
-            raise RuntimeError("add_param_group: expected one inner optimizer, got several: make this one anew")
+            _refuse("add_param_group")
         super().add_param_group(param_group)
+
+    def release(self) -> None:
+        """Let these optimizers be used by themselves."""
+        for own, name in itertools.product(self._optimizers, REFUSED):
+            vars(own).pop(name, None)
+
+
+def _refuse(name: str, *_: Any) -> None:
+    cure = "make this one anew" if name == "add_param_group" else "use that of the optimizer that wraps them"
+    raise RuntimeError(f"{name}: expected one inner optimizer, got several: {cure}")

@@ -18,6 +18,7 @@ from sparsecoll.torch.tensors.model import own_part
 from sparsecoll.transport import Transport
 
 STATE = "sparsecoll"  # key of the library's own part of a state_dict, which has at least these keys
+INNER = "sparsecoll_inner"  # key of that of the wrapped optimizer, if it has one, too
 LOCAL, MOVED = "sparsecoll_local", ("shared", "own")  # key of LocalOptimizer's, and of tensors in it
 KEYS = frozenset({"rank", "size", "compressor", "replicated", "step", "order", "tensors", "buckets"})
 UNFILLED = "dcp.load fills only what a new optimizer has; use sparsecoll.torch.save and load, on each rank"
