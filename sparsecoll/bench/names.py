@@ -57,8 +57,7 @@ def is_own(text: str) -> bool:
 
 def _made(what: str, text: str, registry: Mapping[str, Callable[..., T]], base: Any, **usual: Any) -> T:
     name, _, rest = text.partition(":")
-    make = registry.get(name)
-    if make is None and re.match(r"\w+(:|$)", rest):
+    if (make := registry.get(name)) is None and re.match(r"\w+(:|$)", rest):
         own, _, rest = rest.partition(":")
         name = f"{name}:{own}"
         make = _own_class(what, name, base)

@@ -115,8 +115,7 @@ def _bench(options: argparse.Namespace) -> None:
             for call in calls:
                 row = timing.measure(comm, call, vectors, options.repeat)
                 _everywhere(comm, partial(report.add, row) if report else lambda: None)
-        network = measured_network(comm) if transport.size > 1 else None
-        if network:
+        if network := measured_network(comm) if transport.size > 1 else None:
             last = transport.size - 1
             _everywhere(comm, partial(report.end, network, last) if report else lambda: None)
 

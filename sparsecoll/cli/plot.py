@@ -49,8 +49,7 @@ def chosen(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
         ValueError: A name is that of no line.
     """
     known = dict.fromkeys(map(label, rows))
-    wrong = [name for name in names if name not in known]
-    if wrong:
+    if wrong := [name for name in names if name not in known]:
         raise ValueError(f"--algo: expected some of {', '.join(known)}, got {', '.join(wrong)}")
     dense = _dense(rows)
     wanted = {*names, *(() if dense.intersection(names) else dense)}

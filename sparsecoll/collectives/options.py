@@ -158,8 +158,7 @@ class CallOptions:
         """Raise if x, whose indices may stand for `words`, contains NaN or infinity, unless `nonfinite` is "pass"."""
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {self.nonfinite!r}")
-        index = x.first_not_finite() if self.nonfinite == "raise" else None
-        if index is not None:
+        if (index := x.first_not_finite() if self.nonfinite == "raise" else None) is not None:
             where = f"in row {index}" if isinstance(x, RowSparse) else f"at index {index}"
             where = f"at key {words[index]!r}" if len(words) else where
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where}")
@@ -185,8 +184,7 @@ class CallOptions:
         vector, back = self.widened(*(converted or convert.to_vector(x)))
         self.check_operation(vector)
         self.check_dtype(vector.dtype, "partial sums" if sums and not vector.width else None)
-        k = self.resolve_k(vector.length)
-        if k is None and isinstance(vector, DenseVector):
+        if (k := self.resolve_k(vector.length)) is None and isinstance(vector, DenseVector):
             split = "a sparse one to split, or a list such as np.array_split(x, P)"
             expected = "a sparse one, or k or density" if sums else split
             raise ValueError(f"x: expected {expected}, got a dense one{' and neither' if sums else ''}")
@@ -293,8 +291,7 @@ def as_edges(boundaries: Any, parts: int) -> list[int] | None:
 
 def check_boundaries(boundaries: Any, length: int, parts: int) -> list[int]:
     """Return the boundaries as integers, those of equal parts for None; raise as `as_edges` or ValueError if wrong."""
-    edges = as_edges(boundaries, parts)
-    if edges is None:
+    if (edges := as_edges(boundaries, parts)) is None:
         return [length * j // parts for j in range(parts + 1)]
     if edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
         raise ValueError(f"boundaries: expected {parts + 1} ascending ones from 0 to {length}, got {edges}")

@@ -141,8 +141,7 @@ def add_into(dense: DenseVector, buffers: Iterable[Buffer]) -> None:
 
 
 def _of(buffer: Buffer) -> Format:
-    form = _by_id(int(buffer[0])) if buffer.size else None
-    if form is None:
+    if (form := _by_id(int(buffer[0])) if buffer.size else None) is None:
         raise CommunicationError(f"message: no format has the id {int(buffer[0]) if buffer.size else None}")
     return form
 

@@ -46,7 +46,6 @@ class BitmapFormat(Format):
         words = buffer[24:middle].view(np.uint64)
         if first + 64 * (words.size - 1) + int(words[-1:].sum()).bit_length() > length:
             raise CommunicationError(f"message: {64 * words.size} bits from {first} on do not fit length {length}")
-        indices = kernels_of(buffer).bitmap_read(words, first, nnz, index)
-        if indices is None:
+        if (indices := kernels_of(buffer).bitmap_read(words, first, nnz, index)) is None:
             raise CommunicationError(f"message: the bitmap does not hold {nnz} entries")
         return SparseVector.from_sorted_unchecked(indices, wire.unpack(buffer[middle:].view(wire.stored)), length)

@@ -113,6 +113,11 @@ def bind_current_stream(call: Callable[[], T]) -> Callable[[], T]:
     return _gpu().bind_current_stream(call) if "cupy" in sys.modules else call  # type: ignore[no-any-return]
 
 
+def native(array: Any) -> Any:
+    """Return an array in the machine's byte order, itself if it is."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
 def contiguous(array: Any, dtype: Any = None) -> Any:
     """The array itself, or a contiguous copy on the same device, as `dtype`."""
     array = array if dtype is None else array.astype(dtype, copy=False)
@@ -156,8 +161,7 @@ def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
     if _lock.acquire(blocking=False):  # otherwise another thread is inside, or what a signal handler has interrupted
         try:
             _file_returned()
-            found = next((size for size in fitting if size in _free), None)
-            if found is not None:
+            if (found := next((size for size in fitting if size in _free), None)) is not None:
                 raw = _free[found].pop()
                 _total[0] -= found
                 if not _free[found]:

@@ -60,8 +60,7 @@ def allowed() -> int:
     Raises:
         ValueError: SPARSECOLL_THREADS is not an integer of at least 1.
     """
-    chosen = os.environ.get(VARIABLE)
-    if chosen is None:
+    if (chosen := os.environ.get(VARIABLE)) is None:
         ranks = local_ranks()
         return 1 if not ranks else max(1, min(MOST, cores(), cores(os.getppid()) // ranks))
     if not chosen.isdecimal() or int(chosen) < 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from sparsecoll.algorithms import Algorithm
@@ -124,7 +125,6 @@ class HookState:
         )
 
     def _check_group(self) -> None:
-        dist = torch.distributed
         if self._group is None and not dist.is_initialized():
             return
         size = dist.get_world_size(self._group)
@@ -137,7 +137,6 @@ class HookState:
 
     def _check_ranks(self) -> None:
         """Raise unless the communicator has the ranks of DDP's process group. Collective; in a CollectiveCall."""
-        dist = torch.distributed
         if not dist.is_initialized():
             return
         with self.transport.set_up():

@@ -117,8 +117,7 @@ def _is_mpi4py(comm: Any) -> bool:
 
 def _refuse_beside_group() -> None:
     """Raise if torch.distributed's default group has several ranks: torchrun has started them, and MPI knows none."""
-    group = default_group()
-    if group is not None and group.size() > 1:
+    if (group := default_group()) is not None and group.size() > 1:
         raise RuntimeError(
             f"comm: expected the {group.size()} ranks of torch.distributed, got one rank of an MPI that did not start"
             " them: each process would work on its own. Pass the process group, or None for the default one, or"
@@ -128,8 +127,7 @@ def _refuse_beside_group() -> None:
 
 def default_comm() -> Any:
     """Return the default group of torch.distributed if there is one, else MPI.COMM_WORLD, else one rank."""
-    group = default_group()
-    if group is not None:
+    if (group := default_group()) is not None:
         return group
     try:
         from sparsecoll.transport.mpi import world

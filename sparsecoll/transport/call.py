@@ -224,8 +224,7 @@ class CollectiveCall:
         If all numbers are in use, it is the least recently used one.
         """
         agreed = self.transport.agreed
-        number = agreed.pop(key, None)
-        if number is None:
+        if (number := agreed.pop(key, None)) is None:
             number = len(agreed) if len(agreed) < KEPT else agreed.pop(next(iter(agreed)))
         agreed[key] = number
         return 2 * NAMES + number
@@ -286,8 +285,7 @@ def _raised_error(reports: list[dict[str, Any]]) -> Exception:
                 return KNOWN[kind](f"rank {rank}: {text}")
             return CommunicationError(f"rank {rank} failed: {kind}: {text}")
     calls = [report["call"] for report in reports]
-    different = _different_kinds(calls) or _differences(calls)
-    if not different:
+    if not (different := _different_kinds(calls) or _differences(calls)):
         different = _differences([{"calls on this communicator": report["number"]} for report in reports])
         different = different or _different_states([tuple(report["state"]) for report in reports])
     return CommunicationError("; ".join(different) or "ranks: expected the same calls on all of them, got others")

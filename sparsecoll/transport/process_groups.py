@@ -50,8 +50,7 @@ def group_transport(comm: Any, timeout: float | None = None) -> Transport:
     """
     group = _group_of(comm)
     with _lock:
-        transport = _transports.get(group)
-        if transport is None:
+        if (transport := _transports.get(group)) is None:
             _transports[group] = Abandoned("two threads made calls at the same time")  # for another thread
     if transport is None:
         try:

@@ -104,8 +104,7 @@ class Request(Generic[T]):
                     f"requests: expected Requests of sparsecoll, got {type(request).__name__} at position {position}"
                 )
             request._refuse_in_a_fork()
-        pending = wait([request._future for request in requests], timeout).not_done
-        if pending:
+        if pending := wait([request._future for request in requests], timeout).not_done:
             calls = f"{len(pending)} of {len(requests)} calls have"
             raise CommunicationError(f"{calls} not finished within {timeout} s; they continue")
         return [request.wait() for request in requests]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype
-from sparsecoll.kernels.memory import contiguous, empty
+from sparsecoll.kernels.memory import contiguous, empty, native
 
 
 def count(shape: tuple[int, ...]) -> int:
@@ -23,11 +23,6 @@ def count(shape: tuple[int, ...]) -> int:
     if length >= 2**63:
         raise ValueError(f"x: expected fewer than 2^63 coordinates, got shape {tuple(shape)}")
     return length
-
-
-def native(indices: Any) -> Any:
-    """Return an array in the machine's byte order, itself if it is."""
-    return indices if indices.dtype.isnative else indices.astype(indices.dtype.newbyteorder("="))
 
 
 def as_integers(indices: Any, dtype: np.dtype[Any]) -> Any:

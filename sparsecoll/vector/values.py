@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Array, index_dtype, is_float, key_of
-from sparsecoll.kernels.memory import contiguous, empty, on_gpu
-from sparsecoll.vector.coordinates import native
+from sparsecoll.kernels.memory import contiguous, empty, native, on_gpu
 
 VALUE_DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -32,8 +32,7 @@ def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
         return even(length, size)
     if method == "average":
         return _averaged(transport, x) or even(length, size)
-    total = sum(allgather(transport, np.array([x.nnz]))[:, 0].tolist())
-    if not total:
+    if not (total := sum(allgather(transport, np.array([x.nnz]))[:, 0].tolist())):
         return even(length, size)
     targets = [total * j // size for j in range(1, size)]
     slack = total // (100 * size) if size > 3 else 0  # for P <= 3 Ok-Topk's bound leaves nothing to waste

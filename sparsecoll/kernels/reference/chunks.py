@@ -87,8 +87,7 @@ def packed(codes: Array) -> Array:
     """Four codes of 2 bits in each byte, from the lowest bits on."""
     rows = np.zeros((-(-codes.size // 4), 4), np.uint8)
     rows.reshape(-1)[: codes.size] = codes
-    shifted: Array = np.bitwise_or.reduce(rows << np.arange(0, 8, 2, dtype=np.uint8), axis=1)
-    return shifted
+    return np.bitwise_or.reduce(rows << np.arange(0, 8, 2, dtype=np.uint8), axis=1)  # type: ignore[no-any-return]
 
 
 def chunk_sum(parts: list[Taken], starts: Array, divisor: float, out: Array, add: bool) -> None:

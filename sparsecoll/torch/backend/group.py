@@ -23,14 +23,7 @@ from sparsecoll.torch.backend.options import Options, resolve
 from sparsecoll.torch.backend.work import Call, Watched
 from sparsecoll.torch.replica.calls import collective
 from sparsecoll.torch.replica.process_group import name_of_start
-from sparsecoll.torch.tensors.private import (
-    base_of,
-    inner_backends,
-    seconds_of,
-    serve_by,
-    serve_monitored_barrier,
-    untraced,
-)
+from sparsecoll.torch.tensors import private
 from sparsecoll.transport import Transport, launcher
 from sparsecoll.transport.all_ranks import spread
 from sparsecoll.transport.call import CollectiveCall
@@ -91,24 +84,24 @@ class ProcessGroupSparsecoll(ProcessGroup):
         self._named = Naming(self._transport)
         seconds, drawn = timeout.total_seconds(), partial(_drawn_name, options=options)
         name, chosen = collective(self._transport, "init_process_group", seconds, drawn)
-        backends = inner_backends(PrefixStore(name, store), rank, size, timeout)
+        backends = private.inner_backends(PrefixStore(name, store), rank, size, timeout)
         self._gloo = backends["cpu"]
         self._inner: Any = ProcessGroup(store, rank, size)
         for group in (self, self._inner):
-            serve_by(group, backends)
+            private.serve_by(group, backends)
         self._watched = backends["cuda"] is backends["cpu"]  # works of NCCL are not waited for by the CPU
         self._sums = LowBitSums(chosen)
         self._kept: deque[Any] = deque(maxlen=64)  # works that C++ code may hold
 
     @property
     def _seconds(self) -> float:
-        return seconds_of(self._gloo)
+        return private.seconds_of(self._gloo)
 
     def get_group_store(self) -> Any:
         """Return the store of this group."""
         return self._store
 
-    @untraced
+    @private.untraced
     def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # torch has three
         """Sum tensors over the ranks in place, see `torch.distributed.all_reduce`."""
         x = tensors if torch.is_tensor(tensors) else tensors[0]
@@ -152,7 +145,7 @@ class ProcessGroupSparsecoll(ProcessGroup):
             raise ValueError(
                 f"op: expected SUM, or AVG of floats, for a sparse tensor of {x.dtype}: use a dense one (x.to_dense())"
             )
-        base = base_of(x)  # torch passes a view of a complex tensor
+        base = private.base_of(x)  # torch passes a view of a complex tensor
         local, wire = x.detach().cpu(), None
         if x.dtype is torch.bfloat16:  # NumPy has none
             local, wire = local.float(), "bfloat16"
@@ -190,7 +183,7 @@ def _drawn_name(call: CollectiveCall, options: OptionsOf) -> tuple[str, Options]
 
 
 def _passing(name: str) -> Any:
-    @untraced
+    @private.untraced
     def call(self: ProcessGroupSparsecoll, *args: Any, **kwargs: Any) -> Any:
         return self._passed(name, *args, **kwargs)
 
@@ -202,7 +195,7 @@ for _name in PASSED:
         setattr(ProcessGroupSparsecoll, _name, _passing(_name))
 
 
-serve_monitored_barrier(ProcessGroupSparsecoll)
+private.serve_monitored_barrier(ProcessGroupSparsecoll)
 
 
 def create(group: Any, options: Any) -> ProcessGroupSparsecoll:

@@ -79,5 +79,4 @@ class LowBitSums:
             del self._kept[other]
         if key in self._kept:
             return self._kept.pop(key)[1]
-        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-        return torch.zeros(x.numel(), dtype=dtype, device="cpu")
+        return torch.zeros(x.numel(), dtype=torch.float64 if x.dtype is torch.float64 else torch.float32, device="cpu")

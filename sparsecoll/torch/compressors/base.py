@@ -231,8 +231,7 @@ class Compressor(ABC):
 
     def signature(self) -> dict[str, str]:
         """Return name and options as errors call them, so that an error names the one that differs between ranks."""
-        options = {f"compressor.{name}": value for name, value in self._described().items()}
-        return {"compressor": self.name, **options}
+        return {"compressor": self.name} | {f"compressor.{name}": value for name, value in self._described().items()}
 
     def _described(self) -> dict[str, str]:
         return {f.name: without_addresses(repr(getattr(self, f.name))) for f in fields(self) if f.init}
@@ -243,8 +242,7 @@ class Compressor(ABC):
         Raises:
             NonFiniteError: The vector contains one; the message names the parameter.
         """
-        index = x.first_not_finite()
-        if index is not None:
+        if (index := x.first_not_finite()) is not None:
             name = self.layout.name_at(index)
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
 
@@ -315,8 +313,7 @@ class ErrorFeedback(Compressor):
     @property
     def residual(self) -> Array:
         """The residual that the next reduction begins with."""
-        current: Array = self._residual.current
-        return current
+        return self._residual.current  # type: ignore[no-any-return]
 
     def contributed(self, sent: Vector) -> None:
         """Subtract what contributed from acc; the rest is the trial residual.

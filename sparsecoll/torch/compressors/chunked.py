@@ -121,8 +121,7 @@ class ChunkedTopK(ErrorFeedback):
     def _counts(self, edges: Array) -> Array:
         lengths = np.diff(edges)
         fewer = np.maximum(1, self.k * lengths // self.chunk)  # of the last chunk of several
-        counts: Array = np.where(np.isin(edges[:-1], self.layout.offsets), np.minimum(self.k, lengths), fewer)
-        return counts
+        return np.where(np.isin(edges[:-1], self.layout.offsets), np.minimum(self.k, lengths), fewer)
 
     def _region(self, edges: Array) -> Region:
         """Return the region of these chunks, with positions that count from its start."""
@@ -146,8 +145,7 @@ class ChunkedTopK(ErrorFeedback):
         taken: list[Taken | None] = []
         decay = 1.0 if self.versions.open else self.decay  # once a step
         for owner, (a, b, chunks, _) in enumerate(self._regions):
-            given = None if source is None else source[a:b]
-            work = Pass(given, add=(self._residual.current[a:b], decay))
+            work = Pass(None if source is None else source[a:b], add=(self._residual.current[a:b], decay))
             if self._by_owners and self.requantize and owner == self.own_rank:
                 kernels_of(values).form(values[a:b], work)
                 taken.append(None)

@@ -88,15 +88,13 @@ class DRAGONN(TopKCompressor):
 
     def sends_whole(self, parameter: torch.Tensor, transport: Transport) -> bool:
         n, itemsize = parameter.numel(), residual_dtype(parameter.dtype).itemsize
-        end = as_schedule(self.density).settles_at()
-        if not self.selective or end is None:
-            return False
-        return not self._pays(n, round(end * n), itemsize, transport.size, self.network or transport.network)
+        end, network = as_schedule(self.density).settles_at(), self.network or transport.network
+        pays = not self.selective or end is None or self._pays(n, round(end * n), itemsize, transport.size, network)
+        return not pays
 
     def _selected(self, acc: Vector) -> Vector:
         n, itemsize = self.layout.length, self.layout.dtype.itemsize
-        pays = not self.selective or self._pays(n, self._k, itemsize, self.size, self._network)
-        self.compressed = pays and n > 0
+        self.compressed = n > 0 and (not self.selective or self._pays(n, self._k, itemsize, self.size, self._network))
         if not self.compressed:
             return self._whole()
         chosen = super()._selected(acc)

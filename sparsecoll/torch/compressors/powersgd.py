@@ -131,8 +131,7 @@ class PowerSGD(LowRank):
 
     @torch.no_grad()
     def communicate(self, transport: Transport, message: DenseVector) -> list[torch.Tensor]:
-        means = self._means(transport, message, self._P)
-        count = len(self._low)
+        means, count = self._means(transport, message, self._P), len(self._low)
         left = [orthogonalized(part) for part in means[:count]]
         right: list[torch.Tensor] = []
         columns = self.layout.of_shapes(self._Q.shapes[:count])
@@ -145,7 +144,6 @@ class PowerSGD(LowRank):
     @torch.no_grad()
     def update(self, out: Array, message: Any, reduced: list[torch.Tensor]) -> None:
         self._write_rest(out, reduced)
-        pairs = zip(self._matrices(out), self._matrices(self.acc.values), *self._pair, strict=True)
-        for M, kept, p, q in pairs:
+        for M, kept, p, q in zip(self._matrices(out), self._matrices(self.acc.values), *self._pair, strict=True):
             torch.mm(p, q.T, out=M)
             kept.sub_(M)

@@ -81,8 +81,7 @@ def densestream(density: Density = 0.01, **options: Any) -> TopKCompressor:
     Returns:
         TopKCompressor with `algo=sparsecoll.DenseStream(fill=True)` and `format="densestream"`.
     """
-    defaults = {"algo": algorithms.DenseStream(fill=True), "format": "densestream"}
-    return _named("densestream", density, defaults, options)
+    return _named("densestream", density, {"algo": algorithms.DenseStream(fill=True), "format": "densestream"}, options)
 
 
 def dgc(density: Density = 0.01, **options: Any) -> TopKCompressor:

@@ -115,9 +115,7 @@ class TopKCompressor(ErrorFeedback):
         if self.selector is not None:
             self._algorithm.selector = copy.deepcopy(self.selector)
         selector, select = self._algorithm.selector, type(self._algorithm).select
-        once = select is Algorithm.select and (
-            selector is None or built_in(type(selector))
-        )  # a user's may read it again
+        once = select is Algorithm.select and (selector is None or built_in(type(selector)))  # a user's may read again
         self._clears = layout.device is CPU and once
         if self.momentum is None and context.momenta is None:
             raise ValueError(

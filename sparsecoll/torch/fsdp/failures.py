@@ -119,7 +119,6 @@ class Failures:
     def together(self, name: str, function: Callable[[], T]) -> T:
         """Return the result of a function; an exception on one rank is raised on all ranks of all nodes."""
         result: T = self.hook(function)()
-        failed = self.all_told(name)
-        if failed is not None:
+        if (failed := self.all_told(name)) is not None:
             raise failed
         return result

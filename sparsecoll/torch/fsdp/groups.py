@@ -182,8 +182,7 @@ def groups_of(model: Any) -> list[Group]:
         raise TypeError(f"model: expected a module after torch.distributed.fsdp.fully_shard(module), got a {kind}")
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise RuntimeError(f"torch: expected 2.13 or later, got {torch.__version__}, whose FSDP lacks what is needed")
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not sharded:
+    if not (sharded := [module for module in model.modules() if isinstance(module, FSDPModule)]):
         raise TypeError(
             "model: expected one after torch.distributed.fsdp.fully_shard(model), got one that is not sharded"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,8 +57,7 @@ class Wrapper(torch.optim.Optimizer):
     @property
     def traffic(self) -> Traffic:
         """Traffic of this rank, which later calls update."""
-        traffic: Traffic = self._engine.replica.transport.traffic
-        return traffic
+        return self._engine.replica.transport.traffic  # type: ignore[no-any-return]
 
     @agreeing("_engine.replica.agreed")
     def add_param_group(
@@ -90,8 +90,12 @@ class Wrapper(torch.optim.Optimizer):
         inner = self.optimizer.state_dict()
         state = {**inner, **self._engine.state_dict(), **({INNER: inner[STATE]} if STATE in inner else {})}
         without_numpy(state.get("param_groups", ()))
-        for after in state_dict_hooks(self, "state_dict_post"):
-            changed = after(self, state)
+        return self._changed_by_hooks("state_dict_post", state)
+
+    def _changed_by_hooks(self, moment: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what the hooks of `register_MOMENT_hook` make of a state."""
+        for hook in state_dict_hooks(self, moment):
+            changed = hook(self, state)
             state = state if changed is None else changed
         return state
 
@@ -116,15 +120,8 @@ class Wrapper(torch.optim.Optimizer):
             ValueError: The state is of another model or compressor, or lacks something.
             TypeError: The state contains values of another type.
         """
-
-        def hooked(_: CollectiveCall) -> dict[str, Any]:
-            state = dict(state_dict)
-            for before in state_dict_hooks(self, "load_state_dict_pre"):
-                changed = before(self, state)
-                state = state if changed is None else changed
-            return state
-
-        self._load(self._engine.replica.call("hooks of load_state_dict", hooked))
+        hooked = partial(self._changed_by_hooks, "load_state_dict_pre")
+        self._load(self._engine.replica.call("hooks of load_state_dict", lambda _: hooked(dict(state_dict))))
         for after in state_dict_hooks(self, "load_state_dict_post"):
             after(self)
 

@@ -177,9 +177,8 @@ class LocalOptimizer(Wrapper):
             return given, params, own, options, outers, pace, device
 
         given, params, own, options, outers, pace, device = collective(transport, "LocalOptimizer", timeout, made)
-        if transport.rank == 0:
-            for one in outers:
-                guards.warn_of_momentum(one, own)
+        for one in outers if transport.rank == 0 else ():
+            guards.warn_of_momentum(one, own)
         guards.warn_of_state(optimizer, transport)
         self._every, self._held, self._closed, self._steps_inside = every, False, False, False
         guards.refuse_steps_outside(self)
@@ -301,8 +300,7 @@ class LocalOptimizer(Wrapper):
 
     def _load(self, state: dict[str, Any]) -> None:
         super()._load(state)
-        held: dict[Any, dict[str, Any]] = dict(self.optimizer.state)
-        for p, entries in held.items():
+        for p, entries in dict[Any, Any](self.optimizer.state).items():
             for key, t in entries.items():
                 if hasattr(t, "to_local") and hasattr(p, "to_local"):  # a file's DTensor has a mesh of its own
                     about = {"run_check": False, "shape": t.shape, "stride": t.stride()}
@@ -393,5 +391,4 @@ def _outer_optimizers(
 
 def _are_finite(values: Iterable[Any]) -> bool:
     """Return whether no tensor among these values has NaN or infinity."""
-    tensors = (own_part(values_of(v)) for v in values if torch.is_tensor(v) and v.is_floating_point())
-    return all(map(is_finite, tensors))
+    return all(is_finite(own_part(values_of(v))) for v in values if torch.is_tensor(v) and v.is_floating_point())

@@ -222,8 +222,7 @@ class OneBitAdam(Wrapper):
                         steps = float(moments["step"])
                         views["residual"][name].copy_(moments["exp_avg"]).mul_(signs[name] * beta / (1 - beta**steps))
                         views["square"][name].copy_(moments["exp_avg_sq"]).div_(1 - other**steps)
-                    gradient = params[name].grad
-                    if gradient is not None:
+                    if (gradient := params[name].grad) is not None:
                         views["momentum"][name].copy_(gradient)  # for an estimate of its noise
                     if not views["square"][name].isfinite().all():
                         raise NonFiniteError(
@@ -273,8 +272,7 @@ class OneBitAdam(Wrapper):
                 )
             return of_warm_up
 
-        replica = self._engine.replica
-        if replica.call("load_state_dict", stage) == self.warming_up:
+        if self._engine.replica.call("load_state_dict", stage) == self.warming_up:
             super()._load(state)
         else:
             self._go_on(self._engine.members.named(), lambda: super(OneBitAdam, self)._load(state))

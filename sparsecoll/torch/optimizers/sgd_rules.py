@@ -106,8 +106,7 @@ class Rule(SgdRule):
     @classmethod
     def of(cls, group: dict[str, Any], ranks: int) -> Rule:
         """Return those of a parameter group of torch.optim.SGD."""
-        names = ("lr", "weight_decay", "momentum", "dampening")
-        lr, decay, momentum, dampening = (float(group[name]) for name in names)
+        lr, momentum, dampening, decay = (float(group[name]) for name in NUMBERS)
         share = (-1 if group["maximize"] else 1) / ranks
         return cls(lr, share, decay, momentum, 1 - dampening if momentum else 1.0, bool(group["nesterov"]))
 
@@ -200,8 +199,7 @@ class WithoutMomentum:
 
 def tell(who: str, groups: Iterable[Mapping[str, Any]], compressor: TopKCompressor) -> None:
     """Log one line that says how the momentum of SGD is applied."""
-    momentum = next((float(group["momentum"]) for group in groups if group["momentum"]), 0.0)
-    if momentum:
+    if momentum := next((float(group["momentum"]) for group in groups if group["momentum"]), 0.0):
         inside = shorter(momentum)
         algo, form = as_algorithm(compressor.algo).name, formats.as_format(compressor.format).name
         logger.warning(
@@ -227,8 +225,7 @@ class Update:
 
     def _terms(self, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, float]:
         """Return values of a dtype, which may not hold the sum itself, and what they are still to be multiplied by."""
-        same = self.values.dtype == dtype
-        return (self.values, factor) if same else ((self.values * factor).to(dtype), 1.0)
+        return (self.values, factor) if self.values.dtype == dtype else ((self.values * factor).to(dtype), 1.0)
 
     def step(self, p: torch.Tensor, states: Any, rule: Rule) -> None:
         """Take torch.optim.SGD's step.
@@ -240,8 +237,7 @@ class Update:
             self._take(p, None, rule)
             return
         state = states[p]
-        buffer = state.get("momentum_buffer")
-        if buffer is None:
+        if (buffer := state.get("momentum_buffer")) is None:
             buffer = state["momentum_buffer"] = torch.zeros_like(p)
             rule = rule._replace(damp=1.0)
         elif buffer.is_sparse:  # gradients have become dense, or have weight decay
@@ -298,9 +294,8 @@ class SparseUpdate(Update):
             super()._take(p, buffer, rule)
             return
         params, *velocity = (t.detach().view(-1).numpy() for t in changed)
-        indices, values = self._entries.indices, self._entries.values
-        given = params, velocity[0] if velocity else None, indices, values, self._offset
-        kernels_of(params).sgd_step(*given, rule)
+        entries, moved = self._entries, velocity[0] if velocity else None
+        kernels_of(params).sgd_step(params, moved, entries.indices, entries.values, self._offset, rule)
         for t in changed:
             torch.autograd.graph.increment_version(t)  # autograd does not see what is written to arrays
 
@@ -341,14 +336,13 @@ def updates(layout: Layout, value: Vector | RowSparse) -> Iterator[tuple[str, Up
     if isinstance(value, RowSparse):
         rows, values = CPU.tensor(value.rows), CPU.tensor(value.values)
         yield layout.names[0], RowUpdate(device.to(rows), device.to(values))
-        return
-    if isinstance(value, DenseVector):
+    elif isinstance(value, DenseVector):
         flat = device.tensor(value.values)
         for name, a, b in zip(layout.names, edges[:-1], edges[1:], strict=True):
             yield name, Update(flat[a:b])
-        return
-    for name, offset, part in zip(layout.names, edges, value.split(edges), strict=False):
-        yield name, SparseUpdate(part, offset, device)
+    else:
+        for name, offset, part in zip(layout.names, edges, value.split(edges), strict=False):
+            yield name, SparseUpdate(part, offset, device)
 
 
 def take_step(

@@ -85,8 +85,7 @@ class Accumulator(Owner):
 
     def differs(self, groups: Iterable[Group]) -> bool:
         """Return whether groups have other parameters, or in another order, than at the last `rename`."""
-        ids = dict.fromkeys(id(p) for group in groups for p in group["params"])
-        return list(ids) != [id(p) for p in self.names]
+        return [*dict.fromkeys(id(p) for group in groups for p in group["params"])] != [id(p) for p in self.names]
 
     def compared(self, names: dict[torch.Tensor, str]) -> tuple[Named, dict[str, Any]]:
         """Return the parameters that are new in `names`, and values to be compared before `rename`."""
@@ -133,8 +132,7 @@ class Accumulator(Owner):
 
     def fits(self, outcome: Outcome) -> bool:
         """Return whether the buckets are those of the parameters that take part, each with its kind of gradient."""
-        learned = self._buckets.learn(outcome.rows, outcome.dense)
-        return outcome.trainable == self.laid_out and not learned
+        return not self._buckets.learn(outcome.rows, outcome.dense) and outcome.trainable == self.laid_out
 
     def lay_out(self, trainable: set[str]) -> None:
         """Create buckets of these parameters; residuals are kept. Collective."""
@@ -153,9 +151,8 @@ class Accumulator(Owner):
         sums: Sums = []
         for index, (bucket, compressor) in enumerate(self._buckets):
 
-            def call(_: CollectiveCall, index: int = index, compressor: Any = compressor) -> Vector | RowSparse:
-                value: Vector | RowSparse = compressor.allreduce_sum(self._replica.transport, acc.result()[index])
-                return value
+            def call(_: CollectiveCall, index: int = index, compressor: Any = compressor) -> Any:
+                return compressor.allreduce_sum(self._replica.transport, acc.result()[index])
 
             with bucket.layout.device.stream_context():
                 sums.append((bucket, self._replica.call(f"bucket {index}", call)))

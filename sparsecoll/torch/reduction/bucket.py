@@ -144,12 +144,10 @@ class Bucket:
             )
 
     def _copy_in(self, view: torch.Tensor, gradient: torch.Tensor | None, scale: float) -> None:
+        gradient = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
         if gradient is None:
             view.zero_()
-            return
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if scale == 1.0:
+        elif scale == 1.0:
             view.copy_(gradient)
         else:
             torch.mul(gradient.to(view.dtype), 1 / scale, out=view)
@@ -167,13 +165,12 @@ class Bucket:
                 raise ValueError(f"gradient: expected shape {tuple(acc.shape)}, got {tuple(gradient.shape)}")
             if old is None:
                 self._copy_in(acc, gradient, 1 / b)
-                continue
-            if gradient is not None and a == 1 and not gradient.is_sparse:
+            elif gradient is not None and a == 1 and not gradient.is_sparse:
                 torch.add(old, gradient, alpha=b, out=acc)
-                continue
-            torch.mul(old, a, out=acc)
-            if gradient is not None:
-                acc.add_(gradient.to(acc.dtype) if gradient.is_sparse else gradient, alpha=b)
+            else:
+                torch.mul(old, a, out=acc)
+                if gradient is not None:
+                    acc.add_(gradient.to(acc.dtype) if gradient.is_sparse else gradient, alpha=b)
         return out.array
 
     def mean_buffer(self, keeps_gradient: bool) -> Array:
@@ -334,8 +331,7 @@ class Bucket:
                 old.copy_(new)
         self.mean = None
         for name, (new, place) in made.items():
-            storage = None if place is None else place[0]()
-            if place is not None and storage is not None:
+            if place is not None and (storage := place[0]()) is not None:
                 gradient: Any = self.params[name].grad
                 gradient.set_(storage, place[1], new.shape, new.stride()).copy_(new)
 

@@ -107,13 +107,12 @@ class Buckets:
         self._dense = self._dense | set(dense)
         self._rows = (before | set(rows)) - self._dense
         changed = (before ^ self._rows) & set(self.index_of)
-        for name in sorted(changed.intersection(dense)):
-            if self._replica.transport.rank == 0:
-                logger.warning(
-                    "gradient of %r: expected a sparse one on all ranks, as before, got a dense one: it is reduced as a"
-                    " dense gradient from now on",
-                    name,
-                )
+        for name in sorted(changed.intersection(dense)) if self._replica.transport.rank == 0 else ():
+            logger.warning(
+                "gradient of %r: expected a sparse one on all ranks, as before, got a dense one: it is reduced as a"
+                " dense gradient from now on",
+                name,
+            )
         return bool(changed)
 
     def _agree_on_order(self, trainable: Collection[str] | None, first: Sequence[str]) -> list[str]:
@@ -132,8 +131,7 @@ class Buckets:
             on, rows, dense = ({name for name, is_ in zip(names, column, strict=True) if is_} for column in anywhere.T)
             self.learn(rows, dense)
         order = np.array([numbers[name] for name in known], np.int64)
-        if order.size:
-            order = broadcast(transport, order)
+        order = broadcast(transport, order) if order.size else order
         return [names[i] for i in order.tolist() if names[i] in on]
 
     def lay_out(self, bucket_bytes: int | None = None, dense_below: int = 0) -> None:
@@ -146,9 +144,7 @@ class Buckets:
 
     def bind(self, params: Mapping[str, torch.Tensor], layout: Layout) -> tuple[Bucket, Compressor]:
         """Add a bucket with a compressor of its own. Collective."""
-        replica = self._replica
-        options = replica.options
-        compressor = self._compressor_of(layout)
+        replica, options, compressor = self._replica, self._replica.options, self._compressor_of(layout)
         compressor.bind(layout, replica.transport, replica.context, options.timeout)
         kind = RowBucket if layout.rows else Bucket
         bucket = kind(params, layout, compressor.versions, options.gradient_as_bucket_view)
@@ -176,14 +172,12 @@ class Buckets:
 
     def release(self, start: int = 0) -> None:
         """Discard the buckets from number `start` on; their parameters keep their state, and that before this step."""
-        gone = [compressor for _, compressor in self._pairs[start:]]
-        if gone:
+        if gone := [compressor for _, compressor in self._pairs[start:]]:
             if self.pending:
                 self._base = joined(collect(gone, {}), self._base)  # a bucket may be released twice before a step
             for compressor in gone:
                 compressor.versions.commit()
-            own = {c.layout.names: (c.epoch, json.dumps(c.extra_state())) for c in gone}
-            self._extra = self._extra | own
+            self._extra = self._extra | {c.layout.names: (c.epoch, json.dumps(c.extra_state())) for c in gone}
             parked, index_of = collect(gone, self._parked), {n: i for n, i in self.index_of.items() if i < start}
             self._parked, self._pairs, self.index_of = parked, self._pairs[:start], index_of  # all or none
 
@@ -325,8 +319,7 @@ class Buckets:
         replica, extra = self._replica, dict[tuple[str, ...], tuple[int, str]]()
 
         def read(call: CollectiveCall) -> Mapping[str, Any]:
-            given = state()
-            if given is not None:
+            if (given := state()) is not None:
                 check(given, replica.transport, replica.params, self._compressor)
             own = given or EMPTY
             kinds, rows = {kind: len(entries) for kind, entries in own["tensors"].items()}, own.get("rows", [])
@@ -348,8 +341,7 @@ class Buckets:
         if not own["compressor"]:
             self._warn_of_loss()
         self._pairs, self.index_of, self._parked, self._base = [], {}, dict(own["tensors"]), {}  # all or none
-        self._before = {}
-        self.pending = False
+        self._before, self.pending = {}, False
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows, self._dense = (set(own.get(kind, ())) & set(replica.params) for kind in ("rows", "dense"))
         replica.context.step, replica.suspect = own["step"], self._compressor.communicates  # models may differ

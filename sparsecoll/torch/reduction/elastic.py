@@ -68,8 +68,7 @@ class ElasticMeans(Means):
         if self._params:
             raise RuntimeError("param_groups: expected the same ones in all rounds of an ElasticGroup, got others")
         super().regroup(params)
-        state = self._group.enter(self._signature)
-        if state is not None:
+        if (state := self._group.enter(self._signature)) is not None:
             self._load_shared(state)
             for name, p in self._params.items():
                 p.copy_(self._shared[name])
@@ -164,8 +163,7 @@ class ElasticMeans(Means):
             return
         self._load_shared(self._group.newest())  # another worker may have loaded the same values
         own = self._params
-        names = [name for name in names if not are_equal(self._shared[name].to(own[name].device), own[name])]
-        if names:
+        if names := [name for name in names if not are_equal(self._shared[name].to(own[name].device), own[name])]:
             raise CommunicationError(
                 f"parameter {names[0]!r}: expected its value after the last mean, got another: load the model before"
                 " the optimizer, and both before the first round of the ElasticGroup; discard() goes on with the"
@@ -243,13 +241,10 @@ class ElasticMeans(Means):
                 bucket.combine(compressor, own[i][0] if included else None, blocks, shares)
                 bucket.form_mean()
                 check_mean(bucket)
-                if (
-                    included and not {c.worker: c.weight for c in found}[self._group.name]
-                ):  # what this worker has sent does not count, now or later
-                    bucket.versions.drop()
+                if included and not {c.worker: c.weight for c in found}[self._group.name]:
+                    bucket.versions.drop()  # what this worker has sent does not count, now or later
         self.replica.context.step = number + 1
-        trainable = {name for bucket, _ in buckets for name in bucket.layout.names}
-        return Outcome(flags, number, trainable=trainable)
+        return Outcome(flags, number, trainable={name for bucket, _ in buckets for name in bucket.layout.names})
 
     def _names_of(self, bucket: Bucket) -> list[str]:
         return [name for name in bucket.layout.names if bucket.has_mean(name)]  # others may be frozen on all workers
@@ -317,8 +312,7 @@ class ElasticMeans(Means):
             self.steps = 0
             return Outcome(LATE)
         self._group.number = number + 1
-        size = sum(t.nbytes for t in self._shared.values()) * 2
-        self._group.publish(number + 1, self._saved, size)
+        self._group.publish(number + 1, self._saved, 2 * sum(t.nbytes for t in self._shared.values()))
         if self._joined is None:
             self._group.lend(number + 1, self._own_state)
         elif state := self._group.borrow(self._joined):

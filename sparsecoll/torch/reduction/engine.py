@@ -13,16 +13,9 @@ import torch
 
 from sparsecoll.errors import NonFiniteError, is_known, on_all_ranks
 from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.reduction import hooks
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.hooks import (
-    Hooks,
-    Owner,
-    before_wrapped_step,
-    enlist,
-    others_of,
-    synchronize_all,
-    take_over,
-)
+from sparsecoll.torch.reduction.hooks import Hooks, Owner, enlist, others_of, synchronize_all, take_over
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import STATE, part_of, renamed_state
 from sparsecoll.torch.reduction.steps import State
@@ -81,7 +74,7 @@ class Engine(Reducer):
         self._watches_means = watched and options.overlap and has_momentum and scaling.scaler is None
         self._synchronizing, self.asked = True, False
         before = getattr(optimizer, "register_step_pre_hook", None)
-        self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
+        self._step_guard = None if before is None else before(partial(hooks.before_wrapped_step, weakref.ref(self)))
         self._outcome, self.number = NO_OUTCOME, -1  # of the last reduction; see above
 
     # -- parameters
@@ -228,8 +221,7 @@ class Engine(Reducer):
         self._hooks.attach(self.params)
         self._compare_if_due()
         try:
-            name = f"end of reduction of optimizer {self.number}"
-            self._outcome = self.reduce(name, self.regroup)
+            self._outcome = self.reduce(f"end of reduction of optimizer {self.number}", self.regroup)
         except NonFiniteError:
             self._outcome = NO_OUTCOME
         if self.replica.warmed and self._guard is not None:
@@ -254,8 +246,7 @@ class Engine(Reducer):
     def before_step(self) -> None:
         """Make sure that gradients are the means. Collective where they are not."""
         self.ensure_means()
-        error = self.nonfinite
-        if error is not None and self.gradients.are(State.NAN):
+        if (error := self.nonfinite) is not None and self.gradients.are(State.NAN):
             self.discard()
             raise error
         if self.gradients.are(State.MEANS) and self.members.changed():

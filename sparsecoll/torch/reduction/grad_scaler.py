@@ -113,8 +113,7 @@ class Scaling:
 
     def report(self, found: bool) -> None:
         """Tell the scaler whether any rank has found an overflow, so that the scale changes on all ranks."""
-        marks = self._state["found_inf_per_device"]
-        if not marks:  # no gradients on this rank
+        if not (marks := self._state["found_inf_per_device"]):  # no gradients on this rank
             assert self.scaler is not None
             where = private.scale_device(self.scaler)
             marks[where] = torch.zeros((), device=where)

@@ -157,16 +157,14 @@ class Hooks:
     def remove(self, params: Named) -> None:
         """Own these parameters no more."""
         for name, p in params.items():
-            if name in self._handles:
-                for handle in self._handles.pop(name)[1]:
-                    handle.remove()
+            for handle in self._handles.pop(name)[1] if name in self._handles else ():
+                handle.remove()
             if owner_of(p) is self._owner():
                 _owners.pop(p, None)
 
 
 def _call(method: weakref.WeakMethod[Any], name: str, _: torch.Tensor) -> None:
-    alive = method()
-    if alive is not None:
+    if (alive := method()) is not None:
         alive(name)
 
 
@@ -208,9 +206,7 @@ def enlist(owner: Any) -> int:
 
 def _alive(transport: Transport) -> dict[int, Any]:
     owners = {number: reference() for number, reference in transport.sharers.items()}
-    return {
-        n: owner for n, owner in owners.items() if owner and not owner.closed and owner.replica.transport is transport
-    }
+    return {n: own for n, own in owners.items() if own and not own.closed and own.replica.transport is transport}
 
 
 def synchronize_all(transport: Transport) -> None:
@@ -222,8 +218,7 @@ def synchronize_all(transport: Transport) -> None:
         CommunicationError: on every rank, if an owner that is asked on some rank is gone on another.
     """
     with agreed(transport, None):
-        owners = _alive(transport)
-        numbers = list(transport.sharers)
+        owners, numbers = _alive(transport), list(transport.sharers)
         asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
         if len(transport.sharers) > 1 and transport.size > 1:
             timeouts = [owners[n].replica.options.timeout for n, due in zip(numbers, asked, strict=True) if due]
@@ -231,8 +226,7 @@ def synchronize_all(transport: Transport) -> None:
 
             def agree(_: CollectiveCall) -> NDArray[Any]:
                 anywhere: NDArray[Any] = allgather(transport, asked).max(axis=0)
-                gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
-                if gone:
+                if gone := [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]:
                     raise CommunicationError(f"optimizer {gone[0]} is closed or deleted on some rank, but not on all")
                 return anywhere
 
@@ -244,8 +238,7 @@ def synchronize_all(transport: Transport) -> None:
 
 def before_wrapped_step(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A hook of the wrapped optimizer: raise unless DistributedOptimizer has called its step."""
-    alive = engine()
-    if alive is None:
+    if (alive := engine()) is None:
         owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
         if not any(owner is not None for owner in owners):  # one that was made later has a hook of its own
             raise RuntimeError(

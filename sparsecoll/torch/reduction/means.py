@@ -196,8 +196,7 @@ class Means(Window):
         replica, outcome = self.replica, Outcome(MEMBERS)
 
         def digest(outcome: Outcome) -> int | None:
-            first = not outcome.most and replica.transport.size > 1
-            return fingerprint(self._own.values()) if first else None
+            return fingerprint(self._own.values()) if not outcome.most and replica.transport.size > 1 else None
 
         while outcome.members:
             row = replica.row(flags, [name in self._moved for name in self._shared])

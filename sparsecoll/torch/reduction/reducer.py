@@ -127,8 +127,7 @@ class Reducer(Owner):
         """Begin a reduction: restore the residuals of gradients thrown away, unless the loop has used them."""
         self.commit_if_updated()
         self.gradients.to(State.STALE if self.gradients.are(State.DISCARDED) else State.LOCAL)
-        changed = self.means.changed()
-        if changed is not None:
+        if (changed := self.means.changed()) is not None:
             self._invalid = RuntimeError(
                 f"the gradient of {changed!r} was changed in place after it had been reduced: call step() or"
                 " zero_grad() of the optimizer before the next back-propagation"
@@ -216,8 +215,7 @@ class Reducer(Owner):
         self.seconds["exposed"] += time.perf_counter() - start
         if last.exception() is None and self._failed is not None:
             raise self._failed
-        outcome: Outcome = last.result()
-        return outcome
+        return last.result()  # type: ignore[no-any-return]
 
     # -- at the end of back-propagation
 
@@ -324,8 +322,7 @@ class Reducer(Owner):
 
     def commit_if_updated(self) -> bool:
         """Commit if the loop has updated parameters by itself; return whether it has."""
-        updated = self.steps.updated()
-        if updated:
+        if updated := self.steps.updated():
             self.commit(by_hand=True)
         return updated
 

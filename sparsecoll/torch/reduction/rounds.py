@@ -171,8 +171,7 @@ class ElasticGroup:
             while not self.is_closed(number):
                 here = self._present(number)
                 if self._is_complete(number, here) or time.monotonic() > ends:
-                    closed = json.dumps([sorted(here.items()), options])
-                    self._store.compare_set(self._of(number, "closed"), "", closed)
+                    self._store.compare_set(self._of(number, "closed"), "", json.dumps([sorted(here.items()), options]))
                 self._check_start()
                 time.sleep(pause)
                 pause = min(1.5 * pause, MOST_PAUSE)
@@ -275,8 +274,7 @@ class ElasticGroup:
 
     def publish(self, number: int, state: Callable[[], bytes], size: int) -> None:
         """After round `number` - 1: let one worker write a new state, if the rounds since the last one are larger."""
-        full = sum([*self._waits.values()]) > size
-        if full:
+        if full := sum([*self._waits.values()]) > size:
             self._waits.clear()
         if number and not (full and self.contributors[:1] == [self.name]):
             return

@@ -171,11 +171,10 @@ class RowSum(ErrorFeedback):
         return gradient.with_values(gradient.values * gradient.dtype.type(most / norm)) if norm > most else gradient
 
     def compress(self, acc: Any) -> Any:
-        (name,) = self.layout.names
         if self.local:
             return acc
         if self.finite and acc.first_not_finite() is not None:
-            raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
+            raise NonFiniteError(f"gradient of {self.layout.names[0]!r}: expected finite values, got NaN or infinity")
         if self.density is None:
             return _overflowed(acc.divide(self.size)) if self._sends_parts else acc
         with as_row_density():

@@ -19,8 +19,7 @@ def as_shard(t: Any, p: Any) -> Any:
     """Return values of this rank's part of a parameter as a DTensor, if the parameter is one."""
     if not (hasattr(p, "to_local") and torch.is_tensor(t) and t.shape == own_part(p).shape):
         return t
-    about = {"run_check": False, "shape": p.shape, "stride": p.stride()}
-    return p.from_local(t, p.device_mesh, p.placements, **about)
+    return p.from_local(t, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def mesh_of(params: Iterable[Any]) -> Any:

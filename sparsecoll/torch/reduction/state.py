@@ -91,8 +91,7 @@ def check(
 
 def check_keys(state: Any) -> None:
     """Raise unless a state has what `state_dict` of the adapter saves."""
-    missing = KEYS - set(state if isinstance(state, Mapping) else ())
-    if missing:
+    if missing := KEYS - set(state if isinstance(state, Mapping) else ()):
         raise ValueError(f"state_dict: expected one of sparsecoll.torch, got one without {min(missing)!r}")
 
 
@@ -283,12 +282,10 @@ def filled(local: Mapping[str, Any]) -> bool:
 
 def local_of(state: Mapping[str, Any], params: Mapping[str, torch.Tensor], shard: Any) -> dict[str, Any]:
     """Return the part of a state that is LocalOptimizer's, after a check; that of a plain optimizer has none."""
-    own = state.get(LOCAL)
-    if own is None:
+    if (own := state.get(LOCAL)) is None:
         part_of(state, local=True)
         return {}
-    missing = {"steps", "outer", "shard", *MOVED}.difference(own) | {STATE}.difference(state)
-    if missing:
+    if missing := {"steps", "outer", "shard", *MOVED}.difference(own) | {STATE}.difference(state):
         raise ValueError(f"state_dict: expected that of LocalOptimizer, got one without {min(missing)!r}")
     if own["shard"] != shard:
         raise CommunicationError(

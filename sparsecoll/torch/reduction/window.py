@@ -151,8 +151,7 @@ class Window(Owner):
 
         The user may have loaded them since the last mean, which the next one compares.
         """
-        names = {name for name, p in self._params.items() if name not in self._moved and may_move(p)}
-        own = {name: own_part(p) for name, p in self._params.items() if name in names}
+        own = {name: own_part(p) for name, p in self._params.items() if name not in self._moved and may_move(p)}
         for name, t in own.items():
             before = self._shared[name]
             if (t.shape, t.dtype) != (before.shape, before.dtype):
@@ -160,10 +159,9 @@ class Window(Owner):
                     f"parameter {name!r}: expected shape {tuple(before.shape)} and {before.dtype}, as when the"
                     f" optimizer was wrapped, got {tuple(t.shape)} and {t.dtype}: convert a model before that"
                 )
-        loaded = [name for name, t in own.items() if not are_equal(self._shared[name].to(t.device), t)]
-        if loaded:
+        if loaded := [name for name, t in own.items() if not are_equal(self._shared[name].to(t.device), t)]:
             self._share(loaded)
-        return names
+        return set(own)
 
     def _share(self, names: list[str]) -> None:
         """Start from the values that parameters have now."""

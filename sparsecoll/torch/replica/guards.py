@@ -66,8 +66,7 @@ def refuse_steps_outside(wrapper: Any) -> None:
     known = weakref.ref(wrapper)
 
     def refuse(inner: torch.optim.Optimizer, *_: Any) -> None:
-        own = known()
-        if own is not None and not (own._steps_inside or own._closed or is_trial_step(inner)):
+        if (own := known()) is not None and not (own._steps_inside or own._closed or is_trial_step(inner)):
             kind = type(own).__name__
             raise RuntimeError(
                 f"step: expected that of {kind}, got that of the optimizer inside: call {kind}.step(), or close() an"

@@ -56,8 +56,7 @@ def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) 
             _join_torchrun(backend, **options)
         return
     transport = communicator(comm)
-    known = transport.in_order(lambda: _meet(transport))
-    if known is not None:
+    if (known := transport.in_order(lambda: _meet(transport))) is not None:
         store, environment = known
         os.environ.update(environment)
         _told.update(environment)
@@ -136,8 +135,7 @@ def _meet(transport: Transport) -> tuple[Any, dict[str, str]] | None:
     """Return a store that all ranks have joined and the environment variables, or None if there is a group already."""
     rank, size = transport.rank, transport.size
     with CollectiveCall(transport, "init_process_group") as call:
-        exists = dist.is_initialized()
-        if exists and (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        if (exists := dist.is_initialized()) and (dist.get_rank(), dist.get_world_size()) != (rank, size):
             raise RuntimeError(
                 f"torch.distributed: expected no process group yet, or rank {rank} of {size},"
                 f" got rank {dist.get_rank()} of {dist.get_world_size()}"

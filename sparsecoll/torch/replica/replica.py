@@ -118,8 +118,7 @@ def changes(added: Collection[str], removed: Collection[str]) -> dict[str, Any]:
 
 def check_added(params: Named, stay: Mapping[str, str]) -> None:
     """Raise unless parameters can be added to those that stay, old name -> new."""
-    taken = params.keys() & set(stay.values())
-    if taken:
+    if taken := params.keys() & set(stay.values()):
         raise ValueError(f"named_parameters: expected every name once, got {min(taken)!r} again")
     for p in params.values():
         if p.requires_grad:
@@ -185,8 +184,7 @@ class Replica:
             if failed is not None:
                 raise failed
             outcome = row.exchange(self.transport)
-            own = digest(outcome)
-            if own is not None:
+            if (own := digest(outcome)) is not None:
                 warn_if_equal(self.transport, own)
             return outcome
 

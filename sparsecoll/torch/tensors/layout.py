@@ -99,8 +99,7 @@ class CudaDevice(CpuDevice):
             if event is not None:
                 self._stream.wait_event(event)
                 stack.enter_context(torch.cuda.stream(self._stream))
-            stream = torch.cuda.current_stream(self._device)
-            stack.enter_context(device.using(self._device.index, stream.cuda_stream))
+            stack.enter_context(device.using(self._device.index, torch.cuda.current_stream(self._device).cuda_stream))
             yield
 
     def record_event(self) -> Any:
@@ -116,8 +115,6 @@ class CudaDevice(CpuDevice):
 
 
 CPU = CpuDevice()
-
-
 _cuda = functools.cache(CudaDevice)
 
 

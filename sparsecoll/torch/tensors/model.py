@@ -23,12 +23,9 @@ COMPARED_BYTES = 16 << 20  # of a buffer of which a copy is kept, to notice what
 
 def model_of(given: Any) -> torch.nn.Module | None:
     """Return the model, given itself or a generator of its `parameters()` or `named_parameters()`; else None."""
-    if isinstance(given, torch.nn.Module):
-        return given
     if inspect.isgenerator(given) and given.gi_frame is not None:
-        owner = inspect.getgeneratorlocals(given).get("self")
-        return owner if isinstance(owner, torch.nn.Module) else None
-    return None
+        given = inspect.getgeneratorlocals(given).get("self")
+    return given if isinstance(given, torch.nn.Module) else None
 
 
 def named(given: Any) -> Named:
@@ -38,9 +35,8 @@ def named(given: Any) -> Named:
         TypeError: neither.
         ValueError: a name comes twice.
     """
-    pairs = given.named_parameters() if isinstance(given, torch.nn.Module) else given
     result: Named = {}
-    for pair in pairs:
+    for pair in given.named_parameters() if isinstance(given, torch.nn.Module) else given:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(
                 "named_parameters: expected (name, parameter) pairs, as of model.named_parameters(), or the model,"
@@ -116,8 +112,7 @@ class Buffers:
 
     def unchanged(self) -> set[str]:
         """Return the names of the buffers of modules in which none has changed since the last `mark`."""
-        changed = self.changed()
-        return {name for own, is_ in zip(self._marked, changed, strict=True) if not is_ for name in own}
+        return {name for own, is_ in zip(self._marked, self.changed(), strict=True) if not is_ for name in own}
 
     def of(self, modules: Iterable[bool]) -> list[torch.Tensor]:
         """Return the buffers of the modules, as of the last `mark`, for which `modules` is True."""
@@ -229,8 +224,7 @@ def check_whole(params: Iterable[torch.Tensor], comm: Any = None) -> None:
 
 def own_part(t: torch.Tensor) -> torch.Tensor:
     """Return the values of a tensor that are on this rank: of a DTensor, its local tensor."""
-    part: torch.Tensor = t.to_local().detach() if hasattr(t, "to_local") else t
-    return part
+    return t.to_local().detach() if hasattr(t, "to_local") else t
 
 
 def is_finite(t: torch.Tensor) -> bool:
@@ -339,6 +333,5 @@ class Watch:
 
 
 def _record(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
-    alive = watch()
-    if alive is not None and p.grad is not None:
+    if (alive := watch()) is not None and p.grad is not None:
         alive.record(p)

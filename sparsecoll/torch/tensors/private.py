@@ -93,14 +93,12 @@ def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
         return
 
     def end() -> None:
-        node = backward_node()
-        if node is None:
+        if (node := backward_node()) is None:
             if asked:
                 asked.clear()
                 call()
             return
-        successors = [successor for successor, _ in node.next_functions if successor is not None]
-        if not successors:
+        if not (successors := [successor for successor, _ in node.next_functions if successor is not None]):
             at_end_of_backward(owner, call)
             return
 
@@ -176,8 +174,7 @@ def serve_monitored_barrier(kind: type) -> None:
 
 def state_dict_hooks(optimizer: torch.optim.Optimizer, moment: str) -> Iterable[Callable[..., Any]]:
     """Return the hooks that `register_MOMENT_hook` has registered; torch calls them only for its own `state_dict`."""
-    hooks: Mapping[int, Callable[..., Any]] = getattr(optimizer, f"_optimizer_{moment}_hooks")
-    return hooks.values()
+    return getattr(optimizer, f"_optimizer_{moment}_hooks").values()  # type: ignore[no-any-return]
 
 
 def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:

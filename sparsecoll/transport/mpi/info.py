@@ -33,8 +33,7 @@ def takes_device_pointers(comm: MPI.Intracomm) -> bool:
     Raises:
         ValueError: The environment variable is neither 0 nor 1.
     """
-    wanted = os.environ.get(GPU_DIRECT)
-    if wanted is not None:
+    if (wanted := os.environ.get(GPU_DIRECT)) is not None:
         if wanted not in ("0", "1"):
             raise ValueError(f"{GPU_DIRECT}: expected 0 or 1, got {wanted!r}")
         return wanted == "1"
@@ -44,7 +43,6 @@ def takes_device_pointers(comm: MPI.Intracomm) -> bool:
     if any(kind.strip().split(":")[0] == "cuda" for kind in kinds.split(",")):
         return True
     for library in (None, MPI.__file__):
-        query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)
-        if query is not None:
+        if (query := getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)) is not None:
             return bool(query())
     return False

@@ -154,8 +154,7 @@ class MpiTransport(Transport):
 
     def _receive_notices(self) -> None:
         def received() -> bool:
-            message = self.comm.Improbe(MPI.ANY_SOURCE, 2 * STALL_TAG, self.status)
-            if message is not None:
+            if (message := self.comm.Improbe(MPI.ANY_SOURCE, 2 * STALL_TAG, self.status)) is not None:
                 self.receive_notice(message)
             return message is not None
 

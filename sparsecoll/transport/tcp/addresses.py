@@ -83,8 +83,7 @@ def route_to(host: str) -> str:
 
 def interface_address(variable: str, name: str) -> str:
     """Return the address of a network interface; raise ValueError if it does not exist, or has no address."""
-    found = _ipv4(name) or _ipv6(name)
-    if not found:
+    if not (found := _ipv4(name) or _ipv6(name)):
         known = ", ".join(interface for _, interface in socket.if_nameindex())
         raise ValueError(f"{variable}: expected a network interface with an address, got {name!r} among {known}")
     return found

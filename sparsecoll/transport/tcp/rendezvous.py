@@ -123,8 +123,7 @@ def _entries(meeting: StoreMeeting, watchdog: Watchdog) -> list[str]:
     pause = 0.001
     while True:
         _check(meeting, watchdog)
-        entries = meeting.entries()
-        if entries is not None:
+        if (entries := meeting.entries()) is not None:
             return entries
         time.sleep(pause)
         pause = min(2 * pause, TICK_SECONDS)
@@ -252,8 +251,7 @@ class _Party:
         try:
             accepted = listener.accept()[0]
         except OSError as error:  # the caller has closed it, or this process has no descriptor left
-            full = error.errno in (errno.EMFILE, errno.ENFILE)
-            if full and not callers:
+            if (full := error.errno in (errno.EMFILE, errno.ENFILE)) and not callers:
                 raise
             for caller in callers if full else ():
                 self._drop(caller)
