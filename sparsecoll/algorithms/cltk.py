@@ -53,8 +53,7 @@ class CLTk(Algorithm):
         leader, message = self._calls % channel.size, np.empty(0, np.uint8)
         with channel.phase("indices"):
             if channel.rank == leader:
-                chosen = super().select(x, k)
-                message = INDICES.encode(chosen)
+                message = INDICES.encode(super().select(x, k))
             indices = INDICES.decode(spread(channel.transport, message, leader), x.length).indices
         with channel.phase("values"):
             sums = Dense()(channel, DenseVector(_values_at(x, indices)), 0)

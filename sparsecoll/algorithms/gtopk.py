@@ -49,8 +49,7 @@ class GTopk(Algorithm):
                 parent = rank & (rank - 1)
                 channel.isend(parent, sent)
                 message, bits = separated(transport.recv(parent), 2)
-                value = channel.decode(message).astype(x.dtype)
-                alive = sent.select_mask(bits)
+                value, alive = channel.decode(message).astype(x.dtype), sent.select_mask(bits)
             loss.restrict_to(alive)
             for child, before, theirs in reversed(merges):
                 transport.isend(child, joined([message, theirs.mask_of(alive)]))

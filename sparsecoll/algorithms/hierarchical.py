@@ -92,8 +92,7 @@ class Hierarchical(Algorithm):
             parts = [x, *(channel.recv(rank) for rank in mine[1:])]
             total = channel.merge(parts, partial=True)
             entering = channel.round(total)
-        between = channel.group(leaders)
-        reduction = reduced(self._between, between, entering, k)
+        reduction = reduced(self._between, channel.group(leaders), entering, k)
         value = reduction.value.to_sparse()
         result = value.astype(x.dtype)
         contributed = reduction.contributed.to_sparse() if channel.op.sums else entering

@@ -101,8 +101,7 @@ def split(owners: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
     """Return for each of `size` ranks the positions at which it is in `owners`, ascending."""
     narrow = owners.astype(np.min_scalar_type(max(size - 1, 1)))  # sorted by radix up to 65,536 ranks
     order = np.argsort(narrow, kind="stable")
-    ends = np.searchsorted(narrow[order], np.arange(size + 1))
-    return [order[a:b] for a, b in pairwise(ends.tolist())]
+    return [order[a:b] for a, b in pairwise(np.searchsorted(narrow[order], np.arange(size + 1)).tolist())]
 
 
 @dataclass

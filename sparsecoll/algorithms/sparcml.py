@@ -76,8 +76,7 @@ class SparCML(Algorithm):
 
     def _recursive_double(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         rank, size = channel.rank, channel.size
-        core = 1 << (size.bit_length() - 1)
-        loss = Loss(channel)
+        core, loss = 1 << (size.bit_length() - 1), Loss(channel)
 
         def summed(part: SparseVector) -> pipeline.Program:
             if rank >= core:
@@ -87,8 +86,7 @@ class SparCML(Algorithm):
                 received: list[SparseVector] = yield [channel.irecv(rank - core)]
                 return received[0].astype(x.dtype)
             beyond = yield [channel.irecv(rank + core)] if rank + core < size else []
-            total = channel.merge([part, *beyond], partial=True)
-            distance = 1
+            total, distance = channel.merge([part, *beyond], partial=True), 1
             while distance < core:
                 partner = rank ^ distance
                 sent = loss.round(total, own=rank % distance == 0)  # `distance` ranks have this sum: the first records

@@ -63,8 +63,7 @@ class Gradients:
         """Return the next vector; the previous one is overwritten."""
         start = STEP * self._calls % (self.base.size - self.n + 1)
         self._calls += 1
-        shrinks = self._calls // PERIOD % 2
-        self.base *= self.base.dtype.type(1 / GROWTH if shrinks else GROWTH)
+        self.base *= self.base.dtype.type(1 / GROWTH if self._calls // PERIOD % 2 else GROWTH)
         return self.base[start : start + self.n]
 
 

@@ -293,8 +293,7 @@ def _launched_self_tests() -> Iterator[Finding]:
     if simulated.state != GOOD:
         yield simulated
         return
-    launched = launcher.processes()[0] not in ("", "SLURM_STEP_NUM_TASKS")
-    commands = [] if launched else list(_launchers())
+    commands = [] if launcher.processes()[0] not in ("", "SLURM_STEP_NUM_TASKS") else list(_launchers())
     if not commands:
         advice = "see the row ranks" if launcher.processes()[1] > 1 else "start doctor with mpirun or torchrun"
         yield Finding("self-test", "right on two virtual ranks; there is no second rank", WORSE, advice)

@@ -116,8 +116,7 @@ def _bench(options: argparse.Namespace) -> None:
                 row = timing.measure(comm, call, vectors, options.repeat)
                 _everywhere(comm, partial(report.add, row) if report else lambda: None)
         if network := measured_network(comm) if transport.size > 1 else None:
-            last = transport.size - 1
-            _everywhere(comm, partial(report.end, network, last) if report else lambda: None)
+            _everywhere(comm, partial(report.end, network, transport.size - 1) if report else lambda: None)
 
 
 def _simulate(options: argparse.Namespace) -> None:

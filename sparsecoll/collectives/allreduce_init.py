@@ -12,7 +12,7 @@ from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.collectives.signature import Algo, AnyComm, Dense, Given, ReduceOptions, T, Triple, Unpack, X, takes
 from sparsecoll.select import Vector
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
-from sparsecoll.transport.progress import Request, requests_of
+from sparsecoll.transport.progress import Request, in_turn, requests_of
 from sparsecoll.vector import DenseVector, SparseVector
 
 NAME = "allreduce_init"
@@ -149,7 +149,7 @@ class Plan(Generic[R]):
             ValueError: On every rank, if x differs from the example on some rank, or a value is not finite.
             CommunicationError: As in `sparsecoll.allreduce`.
         """
-        return self._transport.in_order(lambda: self._result(x))
+        return in_turn(self._transport, lambda: self._result(x))
 
     def start(self, x: Any) -> Request[R]:
         """Start the call for x in the background, after earlier ones; return its Request. Collective.

@@ -170,8 +170,7 @@ def _combined(
 def _parts(block: Buffer) -> tuple[Any, Buffer]:
     """Return the values in a message, and the bytes of the keys."""
     number, kind = divmod(int.from_bytes(block[:HEAD].tobytes(), "little"), KINDS)
-    nnz = number // BOUNDS
-    dtype = dtype_of(VALUE_DTYPES[kind % len(VALUE_DTYPES)])
+    nnz, dtype = number // BOUNDS, dtype_of(VALUE_DTYPES[kind % len(VALUE_DTYPES)])
     end = HEAD + nnz * dtype.itemsize
     if end > block.size:
         raise CommunicationError(f"message: {block.size} bytes do not hold {nnz} values of {dtype}")

@@ -58,8 +58,7 @@ def unpack(message: Buffer) -> Any:
     size = int.from_bytes(to_host(message[-SIZE_BYTES:]).tobytes(), "little")
     start = message.size - SIZE_BYTES - size
     try:
-        text = to_host(message[max(start, 0) : message.size - SIZE_BYTES]).tobytes()
-        shape, dtype, kind = json.loads(text)
+        shape, dtype, kind = json.loads(to_host(message[max(start, 0) : message.size - SIZE_BYTES]).tobytes())
         back = convert.from_text(kind)
         length, width = map(int, shape if isinstance(shape, list) else (shape, 0))
     except (ValueError, TypeError, KeyError) as error:

@@ -24,6 +24,7 @@ from sparsecoll.select import Vector, topk
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.progress import in_turn
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 from sparsecoll.vector.operation import OPERATIONS, Operation
 
@@ -258,7 +259,7 @@ def blocking(comm: Any, name: str, options: CallOptions, perform: Callable[[Coll
             transport.waitall()  # also for what was sent beside the arguments
             return result
 
-    return transport.in_order(make)
+    return in_turn(transport, make)
 
 
 @contextlib.contextmanager

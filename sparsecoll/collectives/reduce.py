@@ -69,7 +69,6 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
                 channel.isend(at, mine)
                 return None
             parts = [mine if source == at else channel.recv(source).astype(mine.dtype) for source in range(P)]
-        whole = SparseVector.concatenate(parts)._copy_if_overlapping(entries)
-        return back(given.result(whole, call.transport))
+        return back(given.result(SparseVector.concatenate(parts)._copy_if_overlapping(entries), call.transport))
 
     return blocking(comm, "reduce", given, perform)

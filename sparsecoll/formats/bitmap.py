@@ -42,8 +42,7 @@ class BitmapFormat(Format):
         middle = buffer.size - nnz * wire.stored.itemsize
         if middle < 24 or middle % 8:
             raise CommunicationError(f"message: a bitmap message of {nnz} entries cannot have {buffer.size} bytes")
-        first = int(buffer[16:24].view(np.uint64)[0])
-        words = buffer[24:middle].view(np.uint64)
+        first, words = int(buffer[16:24].view(np.uint64)[0]), buffer[24:middle].view(np.uint64)
         if first + 64 * (words.size - 1) + int(words[-1:].sum()).bit_length() > length:
             raise CommunicationError(f"message: {64 * words.size} bits from {first} on do not fit length {length}")
         if (indices := kernels_of(buffer).bitmap_read(words, first, nnz, index)) is None:

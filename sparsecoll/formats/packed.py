@@ -90,8 +90,7 @@ class PackedFormat(Format):
         if buffer.size < payload + RICE_PAD:
             raise CommunicationError(f"message: {buffer.size} bytes are too few for {nnz} entries in packed")
         table = buffer[middle + 2 : payload].view(np.uint16)
-        coded = int(kernels.rice_offsets(table, nnz, block)[-1])
-        self.check_size(buffer, payload + coded + RICE_PAD, nnz)
+        self.check_size(buffer, payload + int(kernels.rice_offsets(table, nnz, block)[-1]) + RICE_PAD, nnz)
         first = int(buffer[HEADER.size : START].view(np.uint64)[0]) if nnz else 0
         fits = first < length or nnz == 0
         indices = kernels.rice_decode(table, buffer[payload:], block, first, nnz, length, index) if fits else None

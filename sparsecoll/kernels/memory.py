@@ -68,8 +68,7 @@ class _Block:
     __slots__ = ("__array_interface__", "raw")
 
     def __init__(self, raw: NDArray[np.uint8]) -> None:
-        self.raw = raw
-        self.__array_interface__ = raw.__array_interface__
+        self.raw, self.__array_interface__ = raw, raw.__array_interface__
 
     def __del__(self, release: Any = _release_block) -> None:
         release(self.raw)

@@ -47,8 +47,7 @@ class SampledThreshold(Selector):
         stride = stride_for(x.nnz, min(max(self.LEAST, round(self.share * x.nnz)), x.nnz))
         sample = x.sample(stride, self._calls % stride)
         self._calls += 1
-        rank = max(1, round(k / x.nnz * sample.nnz))
-        t = max(sample.kth_magnitude(rank), SMALLEST)
+        t = max(sample.kth_magnitude(max(1, round(k / x.nnz * sample.nnz))), SMALLEST)
         chosen = x.threshold(t, k)
         if chosen.nnz > k * (1 + self.tolerance):
             chosen = chosen.topk(k)

@@ -43,7 +43,6 @@ class RandomK(Selector):
         check_integer("seed", self.seed)
 
     def select(self, x: Vector, k: int) -> SparseVector:
-        k = check_integer("k", k, 0)
-        key = mix(self.seed, self._calls)
+        k, key = check_integer("k", k, 0), mix(self.seed, self._calls)
         self._calls += 1
         return check_order(x.random_entries(k, key))

@@ -29,8 +29,7 @@ class MagnitudeStats:
     def __init__(self, x: Vector, expected_nnz: int) -> None:
         moments, self._candidates, self._bound = x.magnitude_stats(min(expected_nnz, x.nnz))
         total, squares, magnitudes, largest = moments
-        self._x = x
-        self.mean = total / x.nnz
+        self._x, self.mean = x, total / x.nnz
         self.mean_magnitude = magnitudes / x.nnz
         self.deviation = math.sqrt(max(squares / x.nnz - self.mean**2, 0.0)) if math.isfinite(squares) else math.nan
         self.largest = math.nan if math.isnan(magnitudes) else largest

@@ -106,8 +106,7 @@ class Recorder:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds = dict.fromkeys(KINDS, 0.0)
-        self._now = now
+        self.seconds, self._now = dict.fromkeys(KINDS, 0.0), now
         self._open: list[list[float]] = [[0.0, 0.0]]  # the start of each open span, and the seconds of nested work
 
     @contextlib.contextmanager

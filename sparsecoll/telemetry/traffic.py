@@ -82,8 +82,7 @@ class Traffic:
         """
         nothing = Counts()
         phases = {name: counts - earlier.phases.get(name, nothing) for name, counts in self.phases.items()}
-        moved = {n: c for n, c in phases.items() if c != nothing}
-        return Traffic(self.total - earlier.total, moved)
+        return Traffic(self.total - earlier.total, {n: c for n, c in phases.items() if c != nothing})
 
     def as_dict(self) -> dict[str, Any]:
         """Return nested dicts of plain numbers, for JSON."""

@@ -157,8 +157,7 @@ def _long(algorithm: Algorithm) -> None:
         indices = [np.sort(rng.choice(1000, 50, replace=False)) + 2**33 * (rank + 1) for rank in range(P)]
         values = np.arange(1, 51, dtype=np.float32)
         reductions = _reduced(algorithm, [SparseVector(own, values, n) for own in indices])
-        value = reductions[0].value.to_sparse()
-        union = np.unique(np.concatenate(indices))
+        value, union = reductions[0].value.to_sparse(), np.unique(np.concatenate(indices))
         sums, entered = np.zeros((2, union.size), np.float32)
         np.add.at(sums, np.searchsorted(union, np.concatenate(indices)), np.tile(values, P))
         for r in reductions:

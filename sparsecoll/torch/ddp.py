@@ -99,8 +99,7 @@ class HookState:
             residual_dtype(p.dtype)
         self._names = {id(p): name for name, p in self._params.items()}
         self._named = len(self._names)  # those that come later are numbered
-        self._buckets = Buckets(own, self._replica)
-        self._needs_lengths = own.needs_all_buckets
+        self._buckets, self._needs_lengths = Buckets(own, self._replica), own.needs_all_buckets
         self._lengths: tuple[int, ...] = ()  # of the buckets of the last back-propagation
         self._complete = False  # whether all parameters of DDP are known
         self._failed: Exception | None = None  # raised by a bucket of this back-propagation, on all ranks

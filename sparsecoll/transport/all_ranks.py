@@ -123,11 +123,9 @@ def exchanged(transport: Transport, message: Callable[[int], Buffer]) -> Iterato
 def joined(blocks: Sequence[Buffer]) -> Buffer:
     """Return one message of buffers: the sizes, then each buffer, padded to a multiple of 8 bytes."""
     sizes = [block.size for block in blocks]
-    padded = [(size + 7) // 8 * 8 for size in sizes]
-    start = 8 * len(sizes)
+    padded, start = [(size + 7) // 8 * 8 for size in sizes], 8 * len(sizes)
     message = empty(start + sum(padded), np.uint8, blocks[0] if blocks else None)
-    head = struct.pack(f"{len(sizes)}q", *sizes)
-    message[:start] = asarray_like(np.frombuffer(head, np.uint8), message)
+    message[:start] = asarray_like(np.frombuffer(struct.pack(f"{len(sizes)}q", *sizes), np.uint8), message)
     for block, size, room in zip(blocks, sizes, padded, strict=True):
         end = start + size
         message[start:end] = block

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -34,8 +35,7 @@ class Request(Generic[T]):
 
     def __init__(self, future: Future[T], seen: Callable[[], None] = lambda: None) -> None:
         self._future, self._seen = future, seen  # called when the exception of the call is raised
-        self._process = os.getpid()
-        self.waited_for = False
+        self._process, self.waited_for = os.getpid(), False
 
     def __repr__(self) -> str:
         return f"Request({'finished' if self._future.done() else 'under way'})"
@@ -125,53 +125,74 @@ class Request(Generic[T]):
 
 
 class Requests:
-    """The nonblocking calls on a communicator, which all ranks start in the same order.
+    """The calls on a communicator since its first nonblocking one, in the order in which all ranks start them.
 
     A rank that has finished a call when another one fails in it raises in the next one (see `CollectiveCall`). If that
     is one that the others have started, too, before they saw the exception, they raise in that one as well; otherwise
     their later calls would meet other ones.
 
     Attributes:
-        running: the number of the one under way, and how many exceptions of them had been seen when it was started.
+        running: the number of the one under way; 0 if there is none.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self._started, self._seen, self.running = transport, 0, 0, (0, 0)
-        self._failed: tuple[int, int, Exception] | None = None
+        self._transport, self._started, self.running = transport, 0, 0
+        self._failed, self._seen = range(0), False  # the last ones that have raised, and whether the user knows
+        self._raised: Exception = CommunicationError()
 
     def start(self, call: Callable[[], T]) -> Request[T]:
         """Start a call in the background, after earlier ones."""
-        self._started += 1
-        number, seen = self._started, self._seen
+        number = self._next()
+        future = in_background(self._transport, partial(self._execute, number, call))
+        return Request(future, partial(self._saw, number))
 
-        def execute() -> T:
-            if self._failed is not None:
-                last, since, error = self._failed
-                if number <= last and seen == since:
-                    raise type(error)(*error.args)
-            self.running = number, seen
-            try:
-                return call()
-            finally:
-                self.running = 0, 0
+    def wait_for(self, call: Callable[[], T]) -> T:
+        """Execute a blocking call after earlier ones, or at once within one of them."""
+        worker = self._transport.worker
+        if self.running if worker is None else worker.thread == threading.get_ident():
+            return self._transport.in_order(call)
+        number = self._next()
+        try:
+            return self._transport.in_order(partial(self._execute, number, call))
+        except Exception:
+            self._saw(number)
+            raise
 
-        return Request(in_background(self._transport, execute), self._saw)
+    def _next(self) -> int:
+        """Return the number of a new call: on no rank is it one of those that have raised if one of these was seen."""
+        self._started = max(self._started, self._failed.stop - 1 if self._seen else 0) + 1
+        return self._started
 
-    def _saw(self) -> None:
-        self._seen += 1
+    def _execute(self, number: int, call: Callable[[], T]) -> T:
+        if number in self._failed:
+            again = type(self._raised)(*self._raised.args)
+            again.on_all_ranks = self._transport.number  # type: ignore[attr-defined]
+            raise again
+        before, self.running = self.running, number
+        try:
+            return call()
+        finally:
+            self.running = before
+
+    def _saw(self, number: int) -> None:
+        self._seen = self._seen or number in self._failed
 
     def fail(self, last: int, error: Exception) -> None:
-        """Raise `error` in all calls up to number `last`, which another rank was in when the one under way failed."""
-        number, seen = self.running
-        if 0 < number < last:
-            self._failed = last, seen, error
+        """Raise an exception in all calls up to number `last`, which another rank is in while this one fails in its."""
+        if self.running:
+            self._failed, self._raised, self._seen = range(self.running, last + 1), type(error)(*error.args), False
 
 
 def requests_of(transport: Transport) -> Requests:
-    """Return the nonblocking calls on a communicator."""
+    """Return the calls on a communicator, which are counted from now on."""
     if transport.requests is None:
         transport.requests = Requests(transport)
     return transport.requests  # type: ignore[no-any-return]
+
+
+def in_turn(transport: Transport, call: Callable[[], T]) -> T:
+    """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them."""
+    return transport.in_order(call) if transport.requests is None else transport.requests.wait_for(call)  # type: ignore[no-any-return]
 
 
 def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:

@@ -222,8 +222,7 @@ class SimTransport(Transport):
     ) -> None:
         super().__init__(rank, len(members))
         self.members, self.context = members, context
-        self._world = world
-        self._costs = costs or Costs()
+        self._world, self._costs = world, costs or Costs()
         self._clock = world.clocks[members[rank]]
         self.expected: list[deque[SimReceive]] = [deque() for _ in members]  # by source
         self._notified = False  # whether the rank for which this one waits has had a stall notice

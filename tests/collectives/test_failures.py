@@ -93,32 +93,74 @@ STARTED = {
 }
 
 
+def outcome(wait):
+    try:
+        y = wait()
+        return y.to_dense().tolist() if isinstance(y, SparseVector) else None
+    except (CommunicationError, TypeError):
+        return "raised"
+
+
+@pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("culprit", range(P))
 @pytest.mark.parametrize("name", STARTED)
-def test_calls_that_are_queued_behind_one_that_fails_meet_the_same_calls_on_all_ranks(name, culprit, known):
+def test_calls_that_are_queued_behind_one_that_fails_meet_the_same_calls_on_all_ranks(name, culprit, known, blocking):
     """They raise or are right, and so is what follows, whether a rank has finished the first one or not."""
 
-    def started(comm, x, wrong=False):
-        a, b = (SparseVector([i, comm.rank + 2], np.array([4.0**comm.rank, 1.0]) * 10**i, 9) for i in range(2))
-        made = [STARTED[name](comm, "wrong" if wrong and comm.rank == culprit else x)]
-        return made + [sparsecoll.iallreduce(comm, each, k=2) for each in (a, b)]
+    def queued(comm, x, wrong=False):
+        a, b, c = (SparseVector([i, comm.rank + 3], np.array([4.0**comm.rank, 1.0]) * 10**i, 9) for i in range(3))
+        first = STARTED[name](comm, "wrong" if wrong and comm.rank == culprit else x)
+        second = sparsecoll.iallreduce(comm, a, k=2)
+        third = outcome(lambda: sparsecoll.allreduce(comm, b, k=2)) if blocking else sparsecoll.iallreduce(comm, b, k=2)
+        last = sparsecoll.iallreduce(comm, c, k=2)
+        waited = [outcome(first.wait), outcome(second.wait)]
+        return [*waited, third if blocking else outcome(third.wait), outcome(last.wait)]
 
-    def outcomes(requests):
-        for request in requests:
-            try:
-                y = request.wait(60)
-                yield y.to_dense().tolist() if isinstance(y, SparseVector) else None
-            except (CommunicationError, TypeError):
-                yield "raised"
+    def one_by_one(comm, x):
+        """A failure that some ranks see in the second call, which the others do not start."""
+        try:
+            STARTED[name](comm, "wrong" if comm.rank == culprit else x).wait()
+            sparsecoll.iallreduce(comm, SparseVector([0], [1.0], 9), k=1).wait()
+        except (CommunicationError, TypeError):
+            pass
 
     def program(comm):
         x = case("random", comm.rank, P)
-        right = list(outcomes(started(comm, x)))[1:] if known else None
-        seen = list(outcomes(started(comm, x, wrong=True)))[1:]
-        total = sparsecoll.allreduce(comm, {0: 1.0})
-        again = list(outcomes(started(comm, x)))[1:]
-        assert again == right or not known
-        return total, [got in ("raised", expected) for got, expected in zip(seen, again, strict=True)]
+        right = queued(comm, x)[1:] if known else None
+        for _ in range(2):
+            one_by_one(comm, x)
+            seen = queued(comm, x, wrong=True)[1:]
+            total = sparsecoll.allreduce(comm, {0: 1.0})
+            again = queued(comm, x)[1:]
+            assert total == {0: 3.0} and right in (None, again) and "raised" not in again
+            assert all(got in ("raised", expected) for got, expected in zip(seen, again, strict=True))
+        return seen
 
-    assert simulate(P, program).results == [({0: 3.0}, [True, True])] * P
+    simulate(P, program)
+
+
+@pytest.mark.parametrize("name", STARTED)
+@pytest.mark.parametrize("culprits", [(0, 1), (1, 0), (2, 2), (0, 2)])
+def test_a_call_that_fails_after_another_failure_was_seen(name, culprits):
+    def program(comm):
+        x = case("random", comm.rank, P)
+
+        def started(culprit=None):
+            return STARTED[name](comm, "wrong" if comm.rank == culprit else x)
+
+        def sums():
+            vectors = [SparseVector([i, comm.rank + 3], np.array([4.0**comm.rank, 1.0]) * 10**i, 9) for i in range(2)]
+            return [sparsecoll.iallreduce(comm, each, k=2) for each in vectors]
+
+        right = [outcome(request.wait) for request in sums()]
+        first, second = started(culprits[0]), started(culprits[1])
+        outcome(first.wait)
+        later = sums()
+        outcome(second.wait)
+        seen = [outcome(request.wait) for request in later]
+        assert all(got in ("raised", expected) for got, expected in zip(seen, right, strict=True))
+        assert sparsecoll.allreduce(comm, {0: 1.0}) == {0: 3.0}
+        assert [outcome(request.wait) for request in sums()] == right
+
+    simulate(P, program)

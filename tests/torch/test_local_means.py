@@ -338,7 +338,7 @@ def test_a_device_that_one_rank_lacks_is_refused_on_all():
 def test_states_of_inner_optimizers_are_those_of_all_until_they_are_released():
     def program(comm):
         model = net()
-        inner = [torch.optim.SGD(part.parameters(), 0.1) for part in (model[:3], model[3:])]
+        inner = [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in (model[:3], model[3:])]
         optimizer = LocalOptimizer(inner, model, comm, every=2)
         train(comm, model, optimizer, range(2))
         for call in (inner[0].state_dict, partial(inner[1].load_state_dict, inner[1].__dict__)):
@@ -346,6 +346,9 @@ def test_states_of_inner_optimizers_are_those_of_all_until_they_are_released():
                 call()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.close()
-        assert inner[0].param_groups[0]["lr"] == 0.1
+        assert [len(own.state_dict()["state"]) for own in inner] == [4, 2]
+        with pytest.raises(ValueError, match="every: expected"):
+            LocalOptimizer(inner, model, comm, every=0)
+        inner[0].load_state_dict(inner[0].state_dict())
 
     simulate(2, program)

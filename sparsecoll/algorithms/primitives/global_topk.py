@@ -46,8 +46,7 @@ def global_topk(
     [(key, below)] = quantiles(
         transport, np.sort(entries.magnitude_keys()), [total - k], largest + 1, total, slack, near_last
     )
-    counts = entries.count_around_key(key, ThresholdReuse.PROBE)
-    above, equal, near = allgather(transport, np.array(counts)).T
+    above, equal, near = allgather(transport, np.array(entries.count_around_key(key, ThresholdReuse.PROBE))).T
     ordered = np.array(order)
     before = np.cumsum(equal[ordered]) - equal[ordered]  # ties of the regions before, which come first
     quotas = np.zeros_like(equal)

@@ -51,8 +51,7 @@ def program(
         rest = SparseVector.concatenate(_split(x, edges, own))
         [message] = yield [transport.irecv(source)]
         count = len(_ranges(arriving, channel.size))
-        arrived = [message] if count == 1 else separated(message, count)
-        parts = [channel.decode(block) for block in arrived]
+        parts = [channel.decode(block) for block in ([message] if count == 1 else separated(message, count))]
         if merge is not None:
             x = merge([rest, *parts])
         elif channel.op.zeros:

@@ -120,8 +120,7 @@ class ToMapping(Back):
             keys = self.words if len(self.words) == y.nnz else map(self.words.__getitem__, keys)
         if self.keys == "tuples":
             keys = map(tuple, json.loads(f"[{','.join(keys)}]"))
-        made = dict(zip(keys, y.values.tolist(), strict=True))
-        kind = CLASSES[self.kind]
+        made, kind = dict(zip(keys, y.values.tolist(), strict=True)), CLASSES[self.kind]
         return made if kind is dict else kind(FACTORIES[self.factory], made) if kind is defaultdict else kind(made)
 
     def of_part(self, part: SparseVector) -> tuple[SparseVector, Back]:

@@ -45,8 +45,7 @@ def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
 
 def block_indices(starts: Array, lengths: Array, positions: Array, dtype: Any = np.uint64) -> Array:
     """The index at each ascending position in the concatenation of all blocks. `starts`, `lengths`: uint64."""
-    ahead = starts - (np.cumsum(lengths) - lengths)
-    indices = np.repeat(ahead, lengths.astype(np.int64))
+    indices = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths.astype(np.int64))
     indices += np.arange(indices.size, dtype=np.uint64)
     return indices[positions].astype(dtype, copy=False)
 

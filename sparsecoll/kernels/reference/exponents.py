@@ -40,13 +40,11 @@ def exponent_table(stored: Array, bits: int) -> Array:
 
 
 def _exponents(stored: Array, bits: int) -> Array:
-    exponents: Array = stored >> (8 * stored.itemsize - 1 - bits) & (2**bits - 1)
-    return exponents
+    return stored >> (8 * stored.itemsize - 1 - bits) & (2**bits - 1)  # type: ignore[no-any-return]
 
 
 def _codes(exponents: Array, least: int, width: int, bits: int) -> Array:
-    codes: Array = np.minimum((exponents.astype(np.int64) - least) & (2**bits - 1), 2**width - 1)
-    return codes
+    return np.minimum((exponents.astype(np.int64) - least) & (2**bits - 1), 2**width - 1)  # type: ignore[no-any-return]
 
 
 def exponent_offsets(table: Array, count: int, bits: int, itemsize: int) -> Array:

@@ -59,8 +59,7 @@ def merge_fold(parts: Sequence[tuple[Array, Array]], fold: str, zeros: bool) -> 
     order = np.argsort(indices, kind="stable")
     indices = indices[order]
     starts = np.flatnonzero(np.diff(indices, prepend=~indices[:1]))
-    counts = np.diff(starts, append=order.size)
-    values = given[order[starts]]
+    counts, values = np.diff(starts, append=order.size), given[order[starts]]
 
     def combine(at: Array, others: Array) -> None:
         own = values[at]

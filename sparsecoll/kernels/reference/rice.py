@@ -81,8 +81,7 @@ def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
     out[:] = 0
     gaps, offset = _gaps(indices), 0
     for number, (unary, rest) in enumerate(zip(*_sizes(table, indices.size, block), strict=True)):
-        part = gaps[number * block : (number + 1) * block]
-        k = int(table[number]) >> _SIZE_BITS
+        part, k = gaps[number * block : (number + 1) * block], int(table[number]) >> _SIZE_BITS
         ones = np.cumsum((part >> np.uint64(k)).astype(np.int64) + 1) - 1
         bits = np.zeros(8 * unary, np.uint8)
         bits[ones] = 1

@@ -23,8 +23,7 @@ MOMENT_ROWS = 16  # in lines of so many rows
 def magnitude_keys(values: Array) -> Array:
     """keys of `values`, an unsigned array of the same item size."""
     bits, mask = bits_and_mask(values)
-    keys: Array = bits & bits.dtype.type(mask)
-    return keys
+    return bits & bits.dtype.type(mask)  # type: ignore[no-any-return]
 
 
 def count_at_least(values: Array, key: int) -> int:

@@ -28,8 +28,7 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
 def scatter_add(dense: Array, indices: Array, values: Array, subtract: bool = False) -> None:
     """dense[indices] += values, or -= with `subtract`, in place; indices are unique."""
     with np.errstate(over="ignore", invalid="ignore"):
-        change = np.subtract if subtract else np.add
-        dense[indices] = change(dense[indices], values.astype(dense.dtype))
+        dense[indices] = (np.subtract if subtract else np.add)(dense[indices], values.astype(dense.dtype))
 
 
 def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None = None) -> None:

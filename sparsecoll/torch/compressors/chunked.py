@@ -125,8 +125,7 @@ class ChunkedTopK(ErrorFeedback):
 
     def _region(self, edges: Array) -> Region:
         """Return the region of these chunks, with positions that count from its start."""
-        place = np.arange(edges.size - 1)
-        begins = np.isin(edges[:-1], self.layout.offsets)
+        place, begins = np.arange(edges.size - 1), np.isin(edges[:-1], self.layout.offsets)
         begins[:1] = True
         blocks = np.flatnonzero((place - np.maximum.accumulate(np.where(begins, place, 0))) % SHARED == 0)
         own = edges - edges[0]

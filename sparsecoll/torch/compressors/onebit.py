@@ -119,8 +119,7 @@ def divisor_of(
     It is 0 for a parameter that has only zeros on all ranks. Otherwise, sqrt(v) is at least LEAST times its mean over
     the parameter and over the bucket: values of a bucket get errors of the same size in one bit.
     """
-    root = DenseVector(layout.empty())
-    sums = LowBit(bits=8, levels="float", rounding="nearest")
+    root, sums = DenseVector(layout.empty()), LowBit(bits=8, levels="float", rounding="nearest")
     sums.sum_of(Channel(transport, layout.length), DenseVector(squares**0.5), root, 0, mean=True)
     mine = np.array([bool(part.any()) for part in layout.by_name(squares).values()], np.uint8)
     used: Any = allgather(transport, mine).any(axis=0)

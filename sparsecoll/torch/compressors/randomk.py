@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sparsecoll import select
 from sparsecoll.algorithms import Reduction
 from sparsecoll.select import Vector
-from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, entries_of, write_mean
 from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_schedule, is_rare
 from sparsecoll.torch.tensors.layout import Array, Layout
@@ -39,18 +39,15 @@ class RandomKCompressor(ErrorFeedback):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self.reset()
+        self._selector = select.RandomK(self.seed + layout.index)
 
     def reset(self) -> None:
-        self._drawn = -1, select.RandomK()  # a step, and the selector of its reductions
+        self._selector.reset()
 
     def compress(self, acc: Vector) -> SparseVector:
         self.check_finite(acc)  # it may not be drawn for long
         self._k = entries_of(self.density, self.layout.length, self.context.step)
-        step = self.context.step
-        if self._drawn[0] != step:
-            self._drawn = step, select.RandomK(mix(mix(self.seed, self.layout.index), step))
-        return self._drawn[1].select(acc, self._k)
+        return self._selector.select(acc, self._k)
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:
         return self.reduce(transport, DenseVector(message.values), compared={ENTRIES: self._k})
@@ -59,3 +56,9 @@ class RandomKCompressor(ErrorFeedback):
         self.contributed(message)
         assert isinstance(reduced.value, DenseVector)
         write_mean(out, message.with_values(reduced.value.values), self.size)
+
+    def extra_state(self) -> dict[str, Any]:
+        return {"selector": self._selector.state_dict()}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        self._selector.load_state_dict(state["selector"])

@@ -64,8 +64,7 @@ class Group:
     """
 
     def __init__(self, module: Any, names: dict[int, str]) -> None:
-        self.module = module
-        self._group = module._get_fsdp_state()._fsdp_param_groups[0]
+        self.module, self._group = module, module._get_fsdp_state()._fsdp_param_groups[0]
         infos = [p._module_info for p in self._group.fsdp_params]
         self._names = [WRAPPERS.sub("", f"{names[id(info.module)]}.{info.param_name}".lstrip(".")) for info in infos]
 

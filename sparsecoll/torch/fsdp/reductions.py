@@ -267,8 +267,7 @@ class ShardedReductions:
         def bind(_: Any) -> None:
             self._buckets.release()
             for layout in self._layouts():
-                params = dict.fromkeys(layout.names, torch.empty(0, device="cpu"))
-                self._buckets.bind(params, layout)
+                self._buckets.bind(dict.fromkeys(layout.names, torch.empty(0, device="cpu")), layout)
 
         self._failures.call(self._transport, "bind", lambda _: self._buckets.all_or_none(bind))
 

@@ -228,8 +228,7 @@ class DistributedOptimizer(Wrapper):
         timeout: float | None = None,
     ) -> None:
         super().__init__(optimizer)
-        transport = communicator(comm, timeout)
-        model = model_of(named_parameters)
+        transport, model = communicator(comm, timeout), model_of(named_parameters)
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
             chosen = "sgdtopk" if isinstance(optimizer, torch.optim.SGD) else "qsgd"

@@ -176,7 +176,12 @@ class LocalOptimizer(Wrapper):
             broadcast_tensors(transport, others.values())
             return given, params, own, options, outers, pace, device
 
-        given, params, own, options, outers, pace, device = collective(transport, "LocalOptimizer", timeout, made)
+        try:
+            given, params, own, options, outers, pace, device = collective(transport, "LocalOptimizer", timeout, made)
+        except Exception:
+            if isinstance(optimizer, Together):
+                optimizer.release()
+            raise
         for one in outers if transport.rank == 0 else ():
             guards.warn_of_momentum(one, own)
         guards.warn_of_state(optimizer, transport)

@@ -172,8 +172,7 @@ class OneBitAdam(Wrapper):
         adamw, first, self._later = collective(transport, "OneBitAdam", timeout, build)
         self.defaults = adamw.defaults
         super().__init__(adamw)
-        self._closed = False
-        self._means = self._later.warm_up - self._later.before
+        self._closed, self._means = False, self._later.warm_up - self._later.before
         named = [(name, p) for p, name in names_of(adamw.param_groups, None).items()]
         options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "verify": verify, "timeout": timeout}
         self._use(

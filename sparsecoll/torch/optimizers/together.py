@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -64,10 +64,13 @@ class Together(torch.optim.Optimizer):
 
     def release(self) -> None:
         """Let these optimizers be used by themselves."""
-        for own, name in itertools.product(self._optimizers, REFUSED):
-            vars(own).pop(name, None)
+        for own in self._optimizers:
+            params = {p for group in own.param_groups for p in group["params"]}
+            own.state = defaultdict(dict, {p: entries for p, entries in self.state.items() if p in params})
+            for name in REFUSED:
+                vars(own).pop(name, None)
 
 
-def _refuse(name: str, *_: Any) -> None:
+def _refuse(name: str, *_: Any, **__: Any) -> None:
     cure = "make this one anew" if name == "add_param_group" else "use that of the optimizer that wraps them"
     raise RuntimeError(f"{name}: expected one inner optimizer, got several: {cure}")

@@ -30,8 +30,7 @@ class Buffer:
     """
 
     def __init__(self, array: Array, layout: Layout) -> None:
-        self.array = array
-        self._layout = layout
+        self.array, self._layout = array, layout
 
     @functools.cached_property
     def tensor(self) -> torch.Tensor:

@@ -51,8 +51,7 @@ class Scaling:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-        self.scaler = enabled(scaler)
-        self.scale = 1.0
+        self.scaler, self.scale = enabled(scaler), 1.0
         self._known = scaler is not None
         self._name, self._key = type(optimizer).__name__, id(optimizer)
 

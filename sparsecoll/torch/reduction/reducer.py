@@ -263,8 +263,7 @@ class Reducer(Owner):
         self._send_rest()
         if self.gradients.are(State.LOCAL):
             self.gradients.to(State.SENDING)
-        replica = self.replica
-        altered = any(seen.has_changed(p) for p, seen in self._copied)
+        replica, altered = self.replica, any(seen.has_changed(p) for p, seen in self._copied)
         row = replica.row(CHANGED * (self.gradients.are(State.STALE) or altered))
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
         outcome = self._wait(name, row, digest)

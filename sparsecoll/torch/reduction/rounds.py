@@ -103,8 +103,7 @@ class ElasticGroup:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.contributors: list[str] = []
         self.options: Any = None
-        self.number = 0
-        self._store = _Store(store)
+        self.number, self._store = 0, _Store(store)
         self._token = uuid.uuid4().hex  # of this object, whatever its name
         self.in_use = False  # whether an optimizer has this object
         self._start, self.last = START, ""  # and the key of its last message
@@ -261,8 +260,7 @@ class ElasticGroup:
                 self._store.wait(["state"], datetime.timedelta(seconds=self.deadline))
                 self._start = self._newest_start()
                 place = self._store.get("state").decode()
-                state = self._read(f"state/{place}")
-                self.number = number_of(place)
+                state, self.number = self._read(f"state/{place}"), number_of(place)
                 self.mark(self.number - 1)
                 return state.tobytes()
             if time.monotonic() > ends:
@@ -278,8 +276,7 @@ class ElasticGroup:
             self._waits.clear()
         if number and not (full and self.contributors[:1] == [self.name]):
             return
-        place = f"{number}/{self.name}"
-        known = (self._get("state") or b"").decode()
+        place, known = f"{number}/{self.name}", (self._get("state") or b"").decode()
         if number and known and number <= number_of(known):  # this worker is slow
             return
         before = known or place

@@ -111,8 +111,7 @@ class Steps:
     ) -> None:
         self._buckets, self._replica, self._params, self._owner = buckets, replica, params, owner
         self._agree, self._in_layout = agree, in_layout
-        self.gradients = Gradients()
-        self.unverified = False
+        self.gradients, self.unverified = Gradients(), False
         self.after: Callable[[], None] = lambda: None
         self._marks: dict[str, _Mark] = {}  # of the parameters with means
         self._stepped: set[str] = set()  # those that optimizers have stepped

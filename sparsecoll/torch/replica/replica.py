@@ -94,8 +94,7 @@ class Members:
             parameter that stays has it, group<i>.<j>.
         """
         stay = {new: self._params[old] for old, new in self.kept().items()}
-        free = [(name, p) for name, p in self._of_model() if name not in stay]
-        pairs = [*free, *given, *stay.items()]
+        pairs = [*((name, p) for name, p in self._of_model() if name not in stay), *given, *stay.items()]
         names, taken = {id(p): name for name, p in pairs}, {name for name, _ in pairs}
         result: Named = {}
         for i, group in enumerate(self._optimizer.param_groups[first:], first):
@@ -152,8 +151,7 @@ class Replica:
     def __init__(self, transport: Transport, model: torch.nn.Module | None, options: Options) -> None:
         self.transport, self.options = transport, options
         self.params: Named = {}
-        self.buffers = Buffers(model)
-        self.sparse_weights = sparse_weights(model)
+        self.buffers, self.sparse_weights = Buffers(model), sparse_weights(model)
         self.context = StepContext()
         self.shared_options: Callable[[], dict[str, Any]] = dict
         self.changed: Callable[[], bool] = lambda: False

@@ -64,8 +64,7 @@ class Buffers:
     """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        self._model = model
-        self._marked = _buffers_by_module(model)
+        self._model, self._marked = model, _buffers_by_module(model)
         self._versions = [_versions(own) for own in self._marked]
         self._copies = [_copies(own) for own in self._marked]
         self._raised: list[bool] = [False] * len(self._marked)  # those whose versions had been raised

@@ -39,10 +39,8 @@ class IncomingMessage:
     def __init__(
         self, transport: MpiTransport, source: int, into: Buffer | None = None, expected: int | None = None
     ) -> None:
-        self.expected = expected
-        self._transport = transport
-        self._source = source
-        self._into = into
+        self.expected, self._transport = expected, transport
+        self._source, self._into = source, into
         self._room = transport.room
         self._chunks: list[Buffer] = []
         self._gpu = False

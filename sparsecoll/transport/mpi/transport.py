@@ -45,8 +45,7 @@ class MpiTransport(Transport):
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
-        self.abort = partial(comm.Abort, 1)
-        self.status = MPI.Status()
+        self.abort, self.status = partial(comm.Abort, 1), MPI.Status()
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[IncomingMessage]] = [deque() for _ in range(self.size)]
         self._sources: set[int] = set()  # from which something may be expected

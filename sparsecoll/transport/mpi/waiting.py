@@ -38,6 +38,5 @@ class Waiter(Watchdog):
             self._polls = 1
             return False
         time.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, LONGEST_SECONDS)
-        self._polls = POLLS
+        self._seconds, self._polls = min(2 * self._seconds, LONGEST_SECONDS), POLLS
         return True

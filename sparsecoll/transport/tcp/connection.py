@@ -104,8 +104,7 @@ class Connection:
         self.expected: deque[Any] = deque()
         self.outgoing: deque[memoryview] = deque()
         self.message: IncomingMessage | None = None
-        self.events = 0
-        self._transport = transport
+        self.events, self._transport = 0, transport
         self._header = bytearray(HEADER_BYTES)
         self._have = 0  # bytes of the next header that have arrived
         self._sent = self._received = 0  # messages

@@ -80,8 +80,7 @@ def connect(meeting: StoreMeeting, timeout: float | None = None, secret: str | b
             listener, host = addresses.listen(meeting.size + STRANGERS)
             local, name = addresses.listen_locally(meeting.size + STRANGERS)
             listeners = [stack.enter_context(one) for one in (listener, local) if one is not None]
-            nonce = secrets.token_hex(NONCE_BYTES)
-            own = Peer(host, listener.getsockname()[1], nonce, machine(), name)
+            own = Peer(host, listener.getsockname()[1], secrets.token_hex(NONCE_BYTES), machine(), name)
             meeting.put(own.entry(rank, known))
             entries = _entries(meeting, watchdog)
             key = _proof(known, "key", *entries)

@@ -74,8 +74,7 @@ class TcpTransport(Transport):
         self._outgoing = [Connection(end, peer, self) for peer, end in enumerate(ends)]
         self._incoming = [*self._outgoing]
         self._incoming[rank] = Connection(own[1], rank, self)
-        self._machines = machines
-        self.one_node = len(set(machines)) == 1
+        self._machines, self.one_node = machines, len(set(machines)) == 1
         self._connections = {c.socket.fileno(): c for c in (*self._outgoing, self._incoming[rank])}
         self._poll = select.poll()
         self._sends: set[Connection] = set()
