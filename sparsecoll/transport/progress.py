@@ -136,7 +136,7 @@ class Requests:
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self._started, self.running = transport, 0, 0
+        self._transport, self._started, self._done, self.running = transport, 0, 0, 0
         self._failed, self._seen = range(0), False  # the last ones that have raised, and whether the user knows
         self._raised: Exception = CommunicationError()
 
@@ -168,7 +168,7 @@ class Requests:
             again = type(self._raised)(*self._raised.args)
             again.on_all_ranks = self._transport.number  # type: ignore[attr-defined]
             raise again
-        before, self.running = self.running, number
+        before, self.running, self._done = self.running, number, number
         try:
             return call()
         finally:
@@ -179,8 +179,10 @@ class Requests:
 
     def fail(self, last: int, error: Exception) -> None:
         """Raise an exception in all calls up to number `last`, which another rank is in while this one fails in its."""
-        if self.running:
-            self._failed, self._raised, self._seen = range(self.running, last + 1), type(error)(*error.args), False
+        first = self.running or self._done + 1
+        if first <= last:
+            self._failed, self._raised = range(first, last + 1), type(error)(*error.args)
+            self._seen = not self.running and self._started < first  # in a call that is not counted, and blocks
 
 
 def requests_of(transport: Transport) -> Requests:

@@ -7,6 +7,7 @@ from failing import fail_at, unpatch
 
 import sparsecoll
 from sparsecoll import CommunicationError, SparseVector, simulate
+from sparsecoll.transport.call import CollectiveCall
 
 P = 3
 CALLS = {
@@ -125,11 +126,22 @@ def test_calls_that_are_queued_behind_one_that_fails_meet_the_same_calls_on_all_
         except (CommunicationError, TypeError):
             pass
 
+    def not_counted(comm):
+        """Likewise, in a call that others make, such as the optimizers of sparsecoll.torch."""
+        try:
+            with CollectiveCall(comm.transport, "another"):
+                if comm.rank == culprit:
+                    raise TypeError("wrong")
+            sparsecoll.allreduce(comm, {0: 1.0})
+        except (CommunicationError, TypeError):
+            pass
+
     def program(comm):
         x = case("random", comm.rank, P)
         right = queued(comm, x)[1:] if known else None
         for _ in range(2):
             one_by_one(comm, x)
+            not_counted(comm)
             seen = queued(comm, x, wrong=True)[1:]
             total = sparsecoll.allreduce(comm, {0: 1.0})
             again = queued(comm, x)[1:]
