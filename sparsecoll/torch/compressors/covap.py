@@ -30,7 +30,7 @@ class COVAP(ErrorFeedback):
        since communication then takes longer than back-propagation all the same.
     2. A bucket of at least twice the median length counts as floor(length / median) tensors, but at most I, of
        contiguous shards (section III.C).
-    3. Tensor l is sent in a step if (l + step) mod I = 0 (Definition 1).
+    3. Tensor l is sent in a step if (l + step) mod I = 0 (Definition 1), counting steps that its bucket takes part in.
     4. Residuals are multiplied by min(start + floor(step / ascend_steps) * ascend, 1) before a gradient is added
        (section III.D). A coefficient below 1 loses gradient mass by design.
 
