@@ -62,10 +62,8 @@ class Dense(Algorithm):
         marked = x.dtype.char in "fd" and channel.op.sums and not channel.rounds(x.dtype)  # added in their own dtype
         if isinstance(x, DenseVector):
             local = x
-        elif marked:
-            local = DenseVector.marked(x)
         else:
-            local = DenseVector(x.to_dense(channel.op.neutral(x.dtype)))
+            local = DenseVector.marked(x) if marked else DenseVector(x.to_dense(channel.op.neutral(x.dtype)))
         edges = [x.length * j // channel.size for j in range(channel.size + 1)]
         size, messages = x.length * x.dtype.itemsize, _pairwise
         if is_short(size, channel.size):
@@ -172,8 +170,7 @@ def _by_halving(channel: Channel, x: Vector, local: DenseVector, edges: list[int
             if error is not None:
                 error.slice(start, stop).copy_from(sent.subtract(channel.unpack(message, dtype, sent.length)))
             rest = sums.slice(0, starts[min(distance, size - distance)])
-            arrived = channel.recv_dense((rank - distance) % size, dtype, rest.length)
-            rest.combine(arrived, dtype, rest, channel.op)
+            rest.combine(channel.recv_dense((rank - distance) % size, dtype, rest.length), dtype, rest, channel.op)
             distance //= 2
     total = sums.slice(0, starts[1])
     with channel.phase("gather"):

@@ -107,8 +107,7 @@ class LowBit(Algorithm):
     @property
     def codes(self) -> Codes:
         """The messages of this algorithm."""
-        few = self.rounding == "nearest" and self.bits <= 2
-        return Codes(self.bits, "mean" if few else self.levels, self.bucket)
+        return Codes(self.bits, "mean" if self.rounding == "nearest" and self.bits <= 2 else self.levels, self.bucket)
 
     @property
     def keeps_zeros(self) -> bool:
@@ -170,8 +169,7 @@ class TwoPhases:
         self._edges, self._chunks = [*edges, x.length], chunks
         low, high = self._edges[self._rank * chunks], self._edges[(self._rank + 1) * chunks]
         self._low, dtype = low, accumulator_dtype(x.dtype)
-        in_place = take and dtype == x.dtype
-        self._total = self._x[low:high] if in_place else empty(high - low, dtype, self._x)
+        self._total = self._x[low:high] if take and dtype == x.dtype else empty(high - low, dtype, self._x)
         self._sent: list[tuple[Span, Buffer]] = []  # what `contributed` needs
 
     def _span(self, rank: int, chunk: int) -> Span:

@@ -131,7 +131,6 @@ class RowAuto(RowAlgorithm):
         union = min(max(DISTINCT * total, k * row_bytes), x.n * row_bytes)  # bytes of the rows of the sum
         byte = network.beta * (P - 1) / P + BYTE  # seconds
         gather = rounds(P) * network.alpha + total * byte
-        waits = (1 + rounds(P)) * network.alpha + (P - 2) * OVERHEAD
-        owners = waits + (total / P + union) * byte + total / P * BYTE
+        owners = (1 + rounds(P)) * network.alpha + (P - 2) * OVERHEAD + (total / P + union) * byte + total / P * BYTE
         chosen = Allgather() if P == 1 or gather <= owners else RowOwners(self.owner)
         return chosen(channel, x, k)  # type: ignore[arg-type]

@@ -55,9 +55,7 @@ class Gradients:
     """
 
     def __init__(self, base: NDArray[Any], n: int | None = None) -> None:
-        self.base = base
-        self.n = base.size if n is None else n
-        self._calls = 0
+        self.base, self.n, self._calls = base, base.size if n is None else n, 0
 
     def __call__(self) -> NDArray[Any]:
         """Return the next vector; the previous one is overwritten."""
@@ -237,11 +235,10 @@ def runner(comm: Any, call: Call) -> Run:
 
 def _memory(which: str) -> int:
     """Return VmRSS or VmHWM of this process in bytes; 0 if the system does not report it."""
-    try:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(which)), 0)
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(which)), 0)
+    return 0
 
 
 def simulated(

@@ -169,8 +169,7 @@ def sum_counts(
     rank, size = transport.rank, transport.size
     core = 1 << (size.bit_length() - 1)
     whole = not halves or counts.size * core.bit_length() < 2 * core
-    chunk = -(-counts.size // core)
-    total = np.zeros(counts.size if whole else chunk * core, counts.dtype)
+    total = np.zeros(counts.size if whole else -(-counts.size // core) * core, counts.dtype)
     total[: counts.size] = counts
     if rank >= core:
         transport.isend(rank - core, _raw(total))
@@ -220,8 +219,7 @@ def disseminate(
         combine(total, _recv(transport, (rank + step) % size, total.nbytes).view(row.dtype), out=total)
     while distance < size and not direct:
         transport.isend((rank - distance) % size, _raw(total.copy()))
-        received = _recv(transport, (rank + distance) % size, total.nbytes)
-        combine(total, received.view(row.dtype), out=total)
+        combine(total, _recv(transport, (rank + distance) % size, total.nbytes).view(row.dtype), out=total)
         distance *= 2
     return total
 

@@ -52,7 +52,7 @@ class Transport(ABC):
         nodes: the ranks on each node, see `all_ranks.node_members`; None if not known yet.
         groups: transports of some of the ranks, see `Channel.group`.
         sharers: weak references to the objects that make calls by themselves, by number.
-        requests: the nonblocking calls, see `progress.Requests`; None before the first one.
+        requests: the calls of the user, see `progress.Requests`; None before the first one.
         worker: executes all calls once there has been a nonblocking one, see `progress.Worker`; None before.
         tag: tag with which messages are sent, and expected to be received, see `tag_of`.
         calls: number of calls made on this transport.

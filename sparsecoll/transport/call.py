@@ -247,7 +247,7 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
     if transport.broken and isinstance(error, CallMismatch):
         error = out_of_use(transport.broken, transport.cure)
     report: dict[str, Any] = {"call": call, "state": state, "number": transport.calls, "error": None}
-    report["request"] = transport.requests.running if transport.requests else 0
+    report["request"] = transport.requests.last if transport.requests else 0
     if not isinstance(error, CallMismatch):
         report["error"] = {"type": type(error).__name__, "text": str(error)[:TEXT_SENT]}
     if transport.broken:

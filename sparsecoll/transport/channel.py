@@ -101,8 +101,7 @@ class Channel:
         """
         kind: Any = RowSparse if self.width else SparseVector
         dtype = self.dtype or parts[0].dtype
-        total: S = kind.merge(parts, accumulator_dtype(dtype) if partial else dtype, self.op)
-        return total
+        return kind.merge(parts, accumulator_dtype(dtype) if partial else dtype, self.op)  # type: ignore[no-any-return]
 
     # -- sparse vectors
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 from sparsecoll.errors import CommunicationError
@@ -34,7 +35,7 @@ class Request(Generic[T]):
     """
 
     def __init__(self, future: Future[T], seen: Callable[[], None] = lambda: None) -> None:
-        self._future, self._seen = future, seen  # called when the exception of the call is raised
+        self._future, self._seen = future, seen  # called when the user knows how the call has ended
         self._process, self.waited_for = os.getpid(), False
 
     def __repr__(self) -> str:
@@ -60,11 +61,10 @@ class Request(Generic[T]):
             if self._future.done():  # since then, or it is the call's own
                 return self._future.result()
             raise CommunicationError(f"the call has not finished within {timeout} s; it continues") from error
-        except Exception:
-            self._seen()
-            raise
         finally:
             self.waited_for = self._future.done()
+            if self.waited_for:
+                self._seen()
 
     def test(self) -> bool:
         """Return whether the call has finished, with a result or an exception.
@@ -125,20 +125,21 @@ class Request(Generic[T]):
 
 
 class Requests:
-    """The calls on a communicator since its first nonblocking one, in the order in which all ranks start them.
+    """The calls on a communicator, blocking or not, in the order in which all ranks start them.
 
     A rank that has finished a call when another one fails in it raises in the next one (see `CollectiveCall`). If that
     is one that the others have started, too, before they saw the exception, they raise in that one as well; otherwise
     their later calls would meet other ones.
 
     Attributes:
-        running: the number of the one under way; 0 if there is none.
+        last: the number of the one under way, or else of the last one.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self._started, self._done, self.running = transport, 0, 0, 0
-        self._failed, self._seen = range(0), False  # the last ones that have raised, and whether the user knows
-        self._raised: Exception = CommunicationError()
+        self._transport, self._started, self._running, self.last = transport, 0, 0, 0
+        self._failure = SimpleNamespace(
+            numbers=range(0), error=None, seen=False
+        )  # what has raised, which the user knows
 
     def start(self, call: Callable[[], T]) -> Request[T]:
         """Start a call in the background, after earlier ones."""
@@ -149,7 +150,7 @@ class Requests:
     def wait_for(self, call: Callable[[], T]) -> T:
         """Execute a blocking call after earlier ones, or at once within one of them."""
         worker = self._transport.worker
-        if self.running if worker is None else worker.thread == threading.get_ident():
+        if self._running if worker is None else worker.thread == threading.get_ident():
             return self._transport.in_order(call)
         number = self._next()
         try:
@@ -160,33 +161,36 @@ class Requests:
 
     def _next(self) -> int:
         """Return the number of a new call: on no rank is it one of those that have raised if one of these was seen."""
-        self._started = max(self._started, self._failed.stop - 1 if self._seen else 0) + 1
+        failure = self._failure
+        self._started = max(self._started, failure.numbers.stop - 1 if failure.seen else 0) + 1
         return self._started
 
     def _execute(self, number: int, call: Callable[[], T]) -> T:
-        if number in self._failed:
-            again = type(self._raised)(*self._raised.args)
-            again.on_all_ranks = self._transport.number  # type: ignore[attr-defined]
+        failure, self.last = self._failure, number
+        if number in failure.numbers:
+            again = type(failure.error)(*failure.error.args)
+            again.on_all_ranks = self._transport.number
             raise again
-        before, self.running, self._done = self.running, number, number
+        before, self._running = self._running, number
         try:
             return call()
         finally:
-            self.running = before
+            self._running = before
 
     def _saw(self, number: int) -> None:
-        self._seen = self._seen or number in self._failed
+        failure = self._failure
+        failure.seen = failure.seen or number in failure.numbers
 
     def fail(self, last: int, error: Exception) -> None:
         """Raise an exception in all calls up to number `last`, which another rank is in while this one fails in its."""
-        first = self.running or self._done + 1
+        first = self._running or self.last + 1
         if first <= last:
-            self._failed, self._raised = range(first, last + 1), type(error)(*error.args)
-            self._seen = not self.running and self._started < first  # in a call that is not counted, and blocks
+            seen = not self._running and self._started < first  # in a call that is not counted, and blocks
+            self._failure = SimpleNamespace(numbers=range(first, last + 1), error=type(error)(*error.args), seen=seen)
 
 
 def requests_of(transport: Transport) -> Requests:
-    """Return the calls on a communicator, which are counted from now on."""
+    """Return the calls on a communicator."""
     if transport.requests is None:
         transport.requests = Requests(transport)
     return transport.requests  # type: ignore[no-any-return]
@@ -194,7 +198,7 @@ def requests_of(transport: Transport) -> Requests:
 
 def in_turn(transport: Transport, call: Callable[[], T]) -> T:
     """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them."""
-    return transport.in_order(call) if transport.requests is None else transport.requests.wait_for(call)  # type: ignore[no-any-return]
+    return requests_of(transport).wait_for(call)
 
 
 def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:

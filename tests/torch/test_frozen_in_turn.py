@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsecoll import simulate
+from sparsecoll import NonFiniteError, simulate
 from sparsecoll.torch import DistributedOptimizer, SparseSGD
 from sparsecoll.torch.compressors import ACPSGD, COVAP, RandomKCompressor, TopKCompressor
 
@@ -55,3 +55,24 @@ def test_both_factors_of_acpsgd_are_formed():
         return [bool((seen[3][kind][name] == t).all()) for kind in "pq" for name, t in seen[7][kind].items()]
 
     assert simulate(2, program).results == [[False] * 4] * 2
+
+
+def test_random_coordinates_go_on_after_steps_that_are_refused():
+    """As those of a GradScaler with overflows: the same ones would be sent after each of them."""
+
+    def program(comm):
+        p = torch.nn.Parameter(torch.zeros(400))
+        inner = torch.optim.SGD([p], 0.1)
+        optimizer = DistributedOptimizer(inner, [("p", p)], comm, RandomKCompressor(0.01), dense_below=0)
+        for step in range(200):
+            optimizer.zero_grad()
+            (p.sum() * (float("nan") if step % 5 == 4 and comm.rank == 0 else 1.0)).backward()
+            if step % 5 == 4:
+                with pytest.raises(NonFiniteError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return int(p.count_nonzero())
+
+    counts = simulate(2, program).results
+    assert counts[0] == counts[1] > 250  # of 640 draws

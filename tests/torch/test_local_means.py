@@ -350,5 +350,9 @@ def test_states_of_inner_optimizers_are_those_of_all_until_they_are_released():
         with pytest.raises(ValueError, match="every: expected"):
             LocalOptimizer(inner, model, comm, every=0)
         inner[0].load_state_dict(inner[0].state_dict())
+        closed = LocalOptimizer([torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)], model, comm)
+        closed.close()
+        train(comm, model, closed, range(2))
+        assert len(closed.state_dict()["state"]) == 6  # which have come since
 
     simulate(2, program)

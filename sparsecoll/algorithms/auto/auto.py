@@ -119,6 +119,5 @@ class Auto(Algorithm):
         return fastest(n, k if k < n else n, transport.size, width, transport.one_node, network, choices, early)
 
     def _with_format(self, channel: Channel) -> Channel:
-        if channel.format is not FORMATS["auto"]:
-            return channel
-        return channel.with_format(choosing((self.network or channel.transport.network).beta))
+        network = self.network or channel.transport.network
+        return channel.with_format(choosing(network.beta)) if channel.format is FORMATS["auto"] else channel

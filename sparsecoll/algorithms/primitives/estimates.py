@@ -9,9 +9,7 @@ OVERHEAD = 5e-6  # seconds of a further message in flight at the same time; the 
 
 def fill_in(n: int, k: float, ranks: float) -> float:
     """Return the expected nnz of the sum of `ranks` uniform, independent supports: n(1 - (1 - k/n)^ranks)."""
-    if n == 0:
-        return 0.0
-    return n * -math.expm1(ranks * math.log1p(-min(k / n, 1 - 1e-12)))
+    return n * -math.expm1(ranks * math.log1p(-min(k / n, 1 - 1e-12))) if n else 0.0
 
 
 def rounds(P: int) -> int:

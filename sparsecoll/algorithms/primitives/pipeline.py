@@ -107,8 +107,7 @@ def regions(
         k: about the number of entries of each rank, the same on all ranks.
         reduce_scatter: program that returns this rank's region of the sum of vectors.
     """
-    size = channel.size
-    count = chunks_of(channel, x.dtype, k / size)
+    count = chunks_of(channel, x.dtype, k / channel.size)
     pieces = x.split([*(a + (b - a) * j // count for a, b in pairwise(edges) for j in range(count)), edges[-1]])
     parts = [SparseVector.concatenate(pieces[j::count]) for j in range(count)] if count > 1 else [x]
 

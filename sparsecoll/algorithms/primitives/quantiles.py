@@ -49,13 +49,8 @@ def quantiles(
     low, last = np.zeros(wanted.size, np.uint64), np.full(wanted.size, stop - 1, np.uint64)  # low <= answer <= last
     below_low, below_high = np.zeros(wanted.size, np.int64), np.full(wanted.size, total, np.int64)
     budget = EDGES_PER_RANK * transport.size
-    if wanted.size == 1:
-        budget = min(budget, MOST_EDGES)
-    while True:
-        missing = np.minimum(wanted - below_low, below_high - wanted)
-        open_ = (low < last) & (missing > tolerance)
-        if not open_.any():
-            break
+    budget = min(budget, MOST_EDGES) if wanted.size == 1 else budget
+    while (open_ := (low < last) & (np.minimum(wanted - below_low, below_high - wanted) > tolerance)).any():
         starts, first = np.unique(low[open_], return_index=True)  # brackets are disjoint or the same
         if first_edges is None or not first_edges.size:
             edges = _inner_edges(starts, last[open_][first], max(1, budget // starts.size))

@@ -70,8 +70,7 @@ def moments_of(values: Array) -> Array:
         for start in range(0, values.size, size):
             line = values[start : start + size]
             x = (np.abs(line) if line.dtype.kind == "c" else line).astype(np.float64)
-            largest = np.fmax.reduce(np.abs(x), initial=0.0)
-            lines.append([_folded(x), _folded(x * x), _folded(np.abs(x)), largest])
+            lines.append([_folded(x), _folded(x * x), _folded(np.abs(x)), np.fmax.reduce(np.abs(x), initial=0.0)])
     return moments_of_lines(np.array(lines).reshape(-1, 4))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from sparsecoll import select
 from sparsecoll.algorithms import Reduction
 from sparsecoll.select import Vector
+from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, entries_of, write_mean
 from sparsecoll.torch.compressors.schedule import ENTRIES, Density, as_schedule, is_rare
 from sparsecoll.torch.tensors.layout import Array, Layout
@@ -39,10 +40,10 @@ class RandomKCompressor(ErrorFeedback):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self._selector = select.RandomK(self.seed + layout.index)
+        self.reset()
 
     def reset(self) -> None:
-        self._selector.reset()
+        self._selector = select.RandomK(mix(self.seed + self.layout.index, self.epoch))  # others after each failure
 
     def compress(self, acc: Vector) -> SparseVector:
         self.check_finite(acc)  # it may not be drawn for long
@@ -58,7 +59,8 @@ class RandomKCompressor(ErrorFeedback):
         write_mean(out, message.with_values(reduced.value.values), self.size)
 
     def extra_state(self) -> dict[str, Any]:
-        return {"selector": self._selector.state_dict()}
+        return {"seed": self._selector.seed, "selector": self._selector.state_dict()}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
+        self._selector = select.RandomK(state["seed"])
         self._selector.load_state_dict(state["selector"])

@@ -132,7 +132,6 @@ def _replicas(replicas: Any, groups: list[Group], node: Transport, timeout: floa
         return transport
 
     found = completed_future(connect)
-
     collective(node, "attach", timeout, lambda _: barrier(node), failed=found.exception())  # type: ignore[arg-type]
     return found.result()
 
@@ -155,7 +154,6 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
     values = {shard.name: shard.local for shard in shards.values()}
     frozen = {s.name: s.local for group in groups for s in group.parameters if not s.param.requires_grad}
     replica.introduce(values | frozen, signature | {"shard": node.rank})
-
     return replica.call("attach", lambda _: allgather(replica.transport, np.array(inside[0]))).tolist()  # type: ignore[no-any-return]
 
 

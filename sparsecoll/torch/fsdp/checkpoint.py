@@ -37,8 +37,7 @@ class Checkpoint:
     """
 
     def __init__(self, ranks: list[list[int]], replicas: Any, shards: Any) -> None:
-        self._ranks, self._replicas, self._shards = ranks, replicas, shards
-        self._scattered = replicas is None
+        self._ranks, self._replicas, self._shards, self._scattered = ranks, replicas, shards, replicas is None
         self._owners = len(ranks[0] if self._scattered else ranks)  # residuals of each parameter
         self._meshes: dict[tuple[str, bool], DeviceMesh] = {}
 

@@ -94,7 +94,6 @@ class Failures:
         """See `collective`; in this call, its ranks learn of a failure on one of them."""
         if transport in self._told and self.error is not None:
             raise self.error
-
         failed, kind = self.error, KNOWN.get(type(self.error).__name__)
         failed = failed if kind is None else kind(RANK.sub("", str(failed)))  # which no rank knows here
         try:

@@ -43,8 +43,7 @@ class Shard:
     @property
     def local(self) -> torch.Tensor:
         """The values on this rank."""
-        values: torch.Tensor = self.param.to_local()  # type: ignore[attr-defined]
-        return values.detach()
+        return self.param.to_local().detach()  # type: ignore[attr-defined,no-any-return]
 
     def sizes(self, parts: int) -> list[int]:
         """Return the sizes of all parts in dimension `dim`, as torch.chunk divides it."""
@@ -153,8 +152,7 @@ class Group:
         names = [name for part in zip(*(shard.names(parts) for shard in shards), strict=True) for name in part]
         shapes = [shard.padded for _ in range(parts) for shard in shards]
         whole = shards[0].local if shards else torch.empty(0, device="cpu")
-        dtype = residual_dtype(self.reduce_dtype)
-        return Layout(index, lengths, tuple(names), tuple(shapes), dtype, device_of(whole))
+        return Layout(index, lengths, tuple(names), tuple(shapes), residual_dtype(self.reduce_dtype), device_of(whole))
 
     def padding(self, views: Mapping[str, torch.Tensor], parts: int) -> Iterator[torch.Tensor]:
         """Yield views of the padding in a flat tensor of `layout`, whose parameters are the named `views`."""
@@ -185,9 +183,7 @@ def groups_of(model: Any) -> list[Group]:
         raise TypeError(
             "model: expected one after torch.distributed.fsdp.fully_shard(model), got one that is not sharded"
         )
-    names: dict[int, str] = {}
-    for name, module in model.named_modules():
-        names.setdefault(id(module), name)
+    names = {id(module): name for name, module in model.named_modules()}  # each module once
     states = {id(module._get_fsdp_state()): module for module in reversed(sharded)}  # several may have one state
     kept = [module for module in sharded if states[id(module._get_fsdp_state())] is module]
     for module in kept:

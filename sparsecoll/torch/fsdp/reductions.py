@@ -118,8 +118,7 @@ class ShardedReductions:
             receive = hook(ask, ask, partial(self._receive, index))  # asks again, if that has failed
             reduce = partial(self._in_backward, receive)
             if self._parts > 1:  # a single rank scatters nothing
-                scatter = ReduceScatter(reduce, hook(partial(self._memory, index)))
-                group.module.set_custom_reduce_scatter(scatter)
+                group.module.set_custom_reduce_scatter(ReduceScatter(reduce, hook(partial(self._memory, index))))
                 continue
             group.module.set_all_reduce_hook(reduce)
             if self._node.size > 1 and self._shards[0].local.device.type == "cpu":  # gloo sends twice as much

@@ -51,6 +51,12 @@ class Together(torch.optim.Optimizer):
             own.step()
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all, also after `release`."""
+        for own in self._optimizers:
+            self.state.update(own.state)
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` has returned."""
         super().load_state_dict(state_dict)

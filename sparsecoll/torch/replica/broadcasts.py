@@ -117,8 +117,7 @@ def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, 
         "groups": [_numbers(group) for group in optimizer.param_groups],
         "state": [_described(optimizer.state.get(p, {})) for p in params],
     }
-    text = np.frombuffer(json.dumps(table).encode(), np.uint8)
-    roots = json.loads(bytes(all_ranks.spread(transport, text, root)))
+    roots = json.loads(bytes(all_ranks.spread(transport, np.frombuffer(json.dumps(table).encode(), np.uint8), root)))
     for group, numbers in zip(optimizer.param_groups, roots["groups"], strict=True):
         for key, value in numbers.items():
             if torch.is_tensor(group.get(key)):
