@@ -43,12 +43,14 @@ class StepContext:
         step: number of steps taken before this one.
         momenta: returns the optimizer's momenta of named parameters; None in loops that do not know them.
         sums_means: whether means before a step are added up; otherwise gradients contain the last one's.
+        epoch: that of the transport when the first bucket was bound.
         warned: whether rank 0 has warned that the compressor's momentum is not that of rows.
     """
 
     step: int = 0
     momenta: Callable[[Sequence[str]], list[float]] | None = None
     sums_means: bool = False
+    epoch: int | None = None
     warned: bool = False
 
 
@@ -84,6 +86,7 @@ class Compressor(ABC):
         self.layout, self.context, self.timeout = layout, context, timeout
         self.size, self.own_rank = transport.size, transport.rank  # `rank` is an option of PowerSGD
         self.epoch, self._begun = transport.epoch, 0
+        context.epoch = self.epoch if context.epoch is None else context.epoch
         self.versions = Versions()
         check_integer("seed", getattr(self, "seed", 0))
 

@@ -43,7 +43,8 @@ class RandomKCompressor(ErrorFeedback):
         self.reset()
 
     def reset(self) -> None:
-        self._selector = select.RandomK(mix(self.seed + self.layout.index, self.epoch))  # others after each failure
+        failures = self.epoch - (self.context.epoch or 0)  # after each there are others
+        self._selector = select.RandomK(mix(self.seed + self.layout.index, failures))
 
     def compress(self, acc: Vector) -> SparseVector:
         self.check_finite(acc)  # it may not be drawn for long

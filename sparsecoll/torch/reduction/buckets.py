@@ -188,7 +188,7 @@ class Buckets:
 
     def share_state(self, name: str, root: int = 0) -> None:
         """After `release`, make state that is the same on all ranks that of rank `root`, or none. Collective."""
-        replica, self._extra = self._replica, {}
+        replica, self._extra, self._replica.context.epoch = self._replica, {}, None
         for kind in sorted(self._compressor.replicated_state):
             own = dict(sorted(self._parked.pop(kind, {}).items()))
             self._base.pop(kind, None)
