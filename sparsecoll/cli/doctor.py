@@ -159,7 +159,7 @@ def _sockets() -> Iterator[Finding]:
         yield Finding("sockets", "not available, and neither is MPI: there is only one rank", BAD, advice)
 
 
-def _ranks(comm: Any, trouble: Sequence[Finding]) -> Iterator[Finding]:
+def _ranks(comm: Any, trouble: Sequence[Finding] = ()) -> Iterator[Finding]:
     """Report the number of ranks, and whether the launcher started more processes than that."""
     transport = as_transport(comm)
     nodes = node_members(transport)

@@ -199,10 +199,9 @@ class OneBitAdam(Wrapper):
             return
         params, saved = window.members.named(), window.state_dict()[STATE]
         params = {name: params[name] for name in dict.fromkeys([*saved["order"], *params]) if name in params}
-        residuals = saved["tensors"].get("residual", {})
-        tensors = window.replica.call("end of the warm-up", lambda _: self._converted(params, residuals))
-        own = self._later
+        residuals, own = saved["tensors"].get("residual", {}), self._later
         saved |= {"compressor": own.describe(), "replicated": sorted(own.replicated_state), "buckets": []}
+        tensors = window.replica.call("end of the warm-up", lambda _: self._converted(params, residuals))
         self._go_on(params, lambda: self._engine.load_state_dict({STATE: {**saved, "tensors": tensors}}, lambda: None))
         self._engine.replica.suspect = False  # the mean has made the parameters the same; frozen ones may differ
 
