@@ -202,8 +202,12 @@ class OneBitAdam(Wrapper):
         residuals, own = saved["tensors"].get("residual", {}), self._later
         saved |= {"compressor": own.describe(), "replicated": sorted(own.replicated_state), "buckets": []}
         tensors = window.replica.call("end of the warm-up", lambda _: self._converted(params, residuals))
-        self._go_on(params, lambda: self._engine.load_state_dict({STATE: {**saved, "tensors": tensors}}, lambda: None))
-        self._engine.replica.suspect = False  # the mean has made the parameters the same; frozen ones may differ
+
+        def load() -> None:
+            self._engine.load_state_dict({STATE: {**saved, "tensors": tensors}}, lambda: None)
+            self._engine.replica.suspect = False  # the mean has made the parameters the same; frozen ones may differ
+
+        self._go_on(params, load)  # at the end of which no rank may fail alone
 
     def _converted(self, params: Named, residuals: Named) -> dict[str, Named]:
         """Return OneBit's first state, of AdamW's moments and of residuals in units of the parameters. Collective."""
